@@ -1,0 +1,1 @@
+"""Kernels on tensors and page tables; nothing here imports an engine."""

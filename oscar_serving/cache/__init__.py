@@ -1,0 +1,1 @@
+"""Page layout, windows and the position rule, pool and prefix index."""

@@ -1,0 +1,1 @@
+"""Adapters to inference engines; each engine's API is touched in its own folder only."""

@@ -1,0 +1,7 @@
+"""Orthogonal maps of the head dimension, row convention ``x' = x @ R``."""
+
+from oscar_serving.rotation.hadamard import bit_reversal, hadamard
+from oscar_serving.rotation.spectral import check_orthogonal, spectral_rotation
+from oscar_serving.rotation.transform import LayerTransform
+
+__all__ = ["LayerTransform", "bit_reversal", "check_orthogonal", "hadamard", "spectral_rotation"]
