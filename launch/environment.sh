@@ -1,0 +1,41 @@
+# Sourced by the other scripts: a virtual environment with this checkout installed. Works in bash 3.2 (macOS).
+#
+#   PYTHON      interpreter to build the environment with; default: the first of python3.11, 3.12, 3.13, python3 that fits
+#   OSCAR_VENV  where the environment lies; default: .venv in the checkout
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="${OSCAR_VENV:-$root/.venv}"
+
+say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+  die "no Python 3.11 or newer found (tried: ${PYTHON:-python3.11 python3.12 python3.13 python3})." \
+    "Install one, or name it: PYTHON=/path/to/python3.12 $0"
+}
+
+# install_oscar EXTRA: the checkout, editable, with the extra's requirements at the versions of constraints.txt.
+install_oscar() {
+  local extra="$1" stamp="$venv/.oscar-$1" wanted python
+  if [ ! -x "$venv/bin/python" ]; then
+    python="$(find_python)"
+    say "creating $venv with $("$python" --version)"
+    "$python" -m venv "$venv" || die "could not create $venv. On Debian and Ubuntu: apt-get install python3-venv"
+  fi
+  wanted="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
+  if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    return
+  fi
+  say "installing oscar-serving[$extra] (a few minutes the first time)"
+  # torch first and pinned: every later requirement then finds it there.
+  "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" torch
+  "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" --editable "$root[$extra]"
+  printf '%s\n' "$wanted" > "$stamp"
+}
