@@ -1,0 +1,169 @@
+"""Launcher of ``decode.cu``: decode attention over the mixed-precision paged cache, one launch a layer."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from oscar_kernels.cuda.nvrtc import Kernel
+
+_POINTERS = (
+    "q", "k_codes", "k_meta", "v_codes", "v_meta", "k_win", "v_win", "page_table", "window_table", "query_start",
+    "lengths", "k_unit", "v_unit", "q_bias", "sinks", "v_back", "v_mean", "out", "lse", "partial", "arrived",
+)  # fmt: skip
+_STRIDES = ("page_stride", "head_stride", "win_page_stride", "win_head_stride", "win_token_stride")
+_INTEGERS = (
+    "page_cols", "window_cols", "page_size", "win_page_size", "heads", "ratio", "sink", "recent", "sliding",
+    "int_splits", "win_splits",
+)  # fmt: skip
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in _POINTERS]
+        + [(name, ctypes.c_int64) for name in _STRIDES]
+        + [(name, ctypes.c_int32) for name in _INTEGERS]
+        + [("scale", ctypes.c_float), ("softcap", ctypes.c_float)]
+    )
+
+
+class Plan(NamedTuple):
+    """Fixed launch geometry of a batch shape: splits of the INT2 and of the window keys, rows a CTA, row tiles."""
+
+    int_splits: int
+    win_splits: int
+    row_tiles_of_8: int
+    row_tiles: int
+
+
+def supported(head_dim: int, k_bits: int, v_bits: int, groups: int, page_size: int, win_page_size: int) -> str | None:
+    """Why the kernel cannot serve this layout, or ``None``."""
+    if head_dim not in (64, 128, 256):
+        return f"head size {head_dim} is not 64, 128 or 256"
+    if groups not in (1, 2, 4) or groups > min(8 // k_bits, 8 // v_bits):
+        return f"{groups} groups do not align with the planes of {k_bits}/{v_bits} bits"
+    if page_size % 32 or win_page_size % 16:
+        return f"page size {page_size} is not a multiple of 32, or window page size {win_page_size} not of 16"
+    return None
+
+
+def plan(batch: int, heads: int, ratio: int, max_queries: int, max_length: int, sms: int) -> Plan:
+    """Launch geometry for up to ``max_length`` keys a request; depends on shapes only, never on data."""
+    rows = max_queries * ratio
+    per = 1 if rows <= 8 else 2
+    row_tiles = -(-rows // (8 * per))
+    pairs = batch * heads * row_tiles
+    resident = 3 * sms
+    most = max(1, max_length // 512)
+    # One wave when there is little work, many small pieces when there is much, so that the last wave is short.
+    wanted = max(1, (resident - pairs) // pairs) if pairs * 2 <= resident else max(1, 4 * resident // pairs)
+    int_splits = min(most, wanted, 256)
+    return Plan(int_splits, 1 if pairs * (int_splits + 1) > sms else 2, per, row_tiles)
+
+
+def workspace_size(batch: int, heads: int, head_dim: int, geometry: Plan) -> tuple[int, int]:
+    """Elements of the float32 and of the int32 workspace; the latter must be zero before the first launch."""
+    pairs = batch * heads * geometry.row_tiles
+    rows = 8 * geometry.row_tiles_of_8
+    return pairs * (geometry.int_splits + geometry.win_splits) * rows * (head_dim + 2), pairs
+
+
+@functools.cache
+def _kernel(defines: tuple[tuple[str, int], ...], device: torch.device) -> Kernel:
+    return Kernel((Path(__file__).parent / "decode.cu").read_text(), "oscar_decode", dict(defines), device)
+
+
+def decode(
+    q: Tensor,
+    codes: tuple[Tensor, Tensor, Tensor, Tensor],
+    windows: tuple[Tensor, Tensor],
+    page_table: Tensor,
+    window_table: Tensor,
+    query_start: Tensor,
+    lengths: Tensor,
+    *,
+    geometry: Plan,
+    partial: Tensor,
+    arrived: Tensor,
+    out: Tensor,
+    sink: int,
+    recent: int,
+    scale: float,
+    k_unit: Tensor,
+    v_unit: Tensor,
+    lse: Tensor | None = None,
+    q_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    v_back: Tensor | None = None,
+    v_mean: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    tokens: int | None = None,
+    warps: int = 4,
+) -> None:
+    """Attend for the last queries of each request.
+
+    Parameters
+    ----------
+    q
+        float32 ``[T, Hq, d]``, rotated by R_K.
+    codes
+        ``k_codes, k_meta, v_codes, v_meta`` as the page layout's views (FP8 metadata as float8_e4m3fn or uint8).
+    windows
+        K and V of the window store, bf16 or fp16 ``[pages, Hkv, page_size, d]``, any page, head and token stride.
+    page_table, window_table, query_start, lengths
+        int32, as in the attention seam; length 0 marks a padding row, which touches nothing.
+    partial, arrived
+        Workspace of :func:`workspace_size`.
+    out
+        bf16 or fp16 ``[T, Hq, d]``, written in place: model space when ``v_back`` (bf16 ``[Hkv, d, d]``, R_V
+        transposed) is given, else cache space.
+    lse
+        float32 ``[T, Hq]``, natural logarithm, or ``None``.
+    """
+    k_codes, k_meta, v_codes, v_meta = codes
+    k_win, v_win = windows
+    _, query_heads, d = q.shape
+    heads, page_size, groups = k_codes.shape[1], k_codes.shape[2], k_meta.shape[3]
+    k_bits, v_bits = k_codes.shape[3] * 8 // d, v_codes.shape[3] * 8 // d
+    reason = supported(d, k_bits, v_bits, groups, page_size, k_win.shape[2])
+    if reason:
+        raise ValueError(f"CUDA decode kernel: {reason}; use the Triton kernel")
+    if q.dtype != torch.float32 or not q.is_contiguous() or not out.is_contiguous():
+        raise ValueError("q must be contiguous float32 and out contiguous")
+    meta8 = k_meta.element_size() == 1
+    page_stride, head_stride = (k_codes.stride(i) * k_codes.element_size() for i in (0, 1))
+    for c in codes:  # the stride of a dimension of size 1 means nothing
+        shared = c.stride(0) * c.element_size() == page_stride or c.shape[0] == 1
+        if not shared or (c.stride(1) * c.element_size() != head_stride and heads > 1):
+            raise ValueError("code and metadata views must share page and head strides, as PageLayout.views gives them")
+    if k_win.stride() != v_win.stride() or k_win.stride(-1) != 1:
+        raise ValueError("windows must share strides and have contiguous channels")
+    defines = (
+        ("D", d), ("KB", k_bits), ("VB", v_bits), ("NG", groups), ("META8", int(meta8)),
+        ("WIN_BF16", int(k_win.dtype == torch.bfloat16)), ("OUT_BF16", int(out.dtype == torch.bfloat16)),
+        ("NT", geometry.row_tiles_of_8), ("TOKENS", tokens or (16 if d == 256 else 32)), ("WARPS", warps),
+        ("SOFTCAP", int(softcap is not None)),
+    )  # fmt: skip
+    params = _Params()
+    values = (
+        q, k_codes, k_meta, v_codes, v_meta, k_win, v_win, page_table, window_table, query_start, lengths, k_unit,
+        v_unit, q_bias, sinks, v_back, v_mean, out, lse, partial, arrived,
+    )  # fmt: skip
+    for name, tensor in zip(_POINTERS, values, strict=True):
+        setattr(params, name, tensor.data_ptr() if tensor is not None else None)
+    params.page_stride, params.head_stride = page_stride, head_stride
+    params.win_page_stride, params.win_head_stride, params.win_token_stride = k_win.stride()[:3]
+    params.page_cols, params.window_cols = page_table.stride(0), window_table.stride(0)
+    params.page_size, params.win_page_size = page_size, k_win.shape[2]
+    params.heads, params.ratio = heads, query_heads // heads
+    params.sink, params.recent, params.sliding = sink, recent, sliding_window or 0
+    params.int_splits, params.win_splits = geometry.int_splits, geometry.win_splits
+    params.scale, params.softcap = scale, softcap or 0.0
+    grid = (geometry.int_splits + geometry.win_splits, heads * geometry.row_tiles, lengths.shape[0])
+    _kernel(defines, q.device).launch(grid, 32 * warps, params)
