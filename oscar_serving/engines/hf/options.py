@@ -23,8 +23,8 @@ class EngineOptions:
     kv_cache_dtype
         ``oscar_int2``, ``oscar_k4v2``, or ``bf16`` for the plain paged baseline.
     artifact
-        ``auto`` finds the calibrated artifact of the model and refuses to start without one; a path names it; ``hadamard``
-        and ``none`` serve uncalibrated, for comparison.
+        ``auto`` finds the calibrated artifact of the model and refuses to start without one; a path names it;
+        ``hadamard`` and ``none`` serve uncalibrated, for comparison.
     kv_cache_memory
         Bytes for the INT2 pages and the windows of all layers together.
     max_model_len
@@ -42,8 +42,8 @@ class EngineOptions:
     sink, recent, page_size
         Override the artifact's windows and the page size; ``None`` keeps them.
     device, dtype
-        Where and in which type the model runs; ``auto`` takes CUDA, MPS or CPU in this order, and the type that is
-        fastest there.
+        Where and in which type the model runs; ``auto`` takes CUDA, MPS or CPU in this order, and the type
+        that is fastest there.
     seed
         Base of the generators of requests that bring no seed.
     threads
@@ -78,8 +78,17 @@ class EngineOptions:
             ("dtype", get_args(Dtype)),
         ):
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: allowed is {', '.join(map(repr, allowed))}")
-        for name in ("kv_cache_memory", "max_model_len", "max_num_seqs", "max_batched_tokens", "max_waiting", "threads"):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r}: allowed is {', '.join(map(repr, allowed))}"
+                )
+        for name in (
+            "kv_cache_memory",
+            "max_model_len",
+            "max_num_seqs",
+            "max_batched_tokens",
+            "max_waiting",
+            "threads",
+        ):
             value = getattr(self, name)
             if value is None and name in ("max_model_len", "threads"):
                 continue
@@ -87,14 +96,14 @@ class EngineOptions:
                 raise ConfigError(f"{name}={value!r}: allowed is an integer of at least 1")
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_batched_tokens={self.max_batched_tokens}: must be at least max_num_seqs={self.max_num_seqs}, "
+                f"max_batched_tokens={self.max_batched_tokens}: at least max_num_seqs={self.max_num_seqs}, "
                 "so that every running request can decode in a step"
             )
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """Pages of one store: ``total`` without the null page, ``used`` by running requests, ``cached`` by the prefix index."""
+    """Pages of one store, the null page apart: all, held by running requests, kept by the prefix index."""
 
     total: int
     used: int
@@ -111,7 +120,8 @@ class EngineStats:
     running, waiting
         Requests.
     prompt_tokens, generated_tokens, cached_prompt_tokens
-        Counts since start: prompt tokens submitted, tokens sampled, prompt tokens taken from the prefix cache.
+        Counts since start: prompt tokens submitted, tokens sampled, prompt tokens taken from the prefix
+        cache.
     requests_finished, requests_failed, preemptions
         Counts since start; finished counts stop and length, failed counts errors.
     quantized, windows
@@ -119,7 +129,8 @@ class EngineStats:
     capacity_tokens
         Tokens that fit in the INT2 tier.
     cached_bytes, bf16_bytes, saved_bytes
-        Bytes of the pages in use (both tiers), what a BF16 cache would take for the tokens they hold, and the difference.
+        Bytes of the pages in use (both tiers), what a BF16 cache would take for the tokens they hold, and the
+        difference.
     bytes_per_token
         Bytes of one token in the INT2 tier over all layers, scales included; windows apart.
     prefix_hits, prefix_hit_tokens, evictions

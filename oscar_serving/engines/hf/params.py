@@ -18,8 +18,9 @@ _SEED_RANGE = range(-(2**63), 2**63)
 class RequestError(ValueError):
     """A request that is refused, or that failed; ``code`` is for programs, the message for people.
 
-    Codes: ``context_length_exceeded``, ``cache_too_small``, ``invalid_parameter`` (``param`` names it), ``empty_prompt``,
-    ``invalid_token``, ``duplicate_request``, ``queue_full``, ``shutting_down``, ``internal_error``.
+    Codes: ``context_length_exceeded``, ``cache_too_small``, ``invalid_parameter`` (``param`` names it),
+    ``empty_prompt``, ``invalid_token``, ``duplicate_request``, ``queue_full``, ``shutting_down``,
+    ``internal_error``.
     """
 
     def __init__(self, message: str, code: str, *, param: str | None = None) -> None:
@@ -40,22 +41,24 @@ class SamplingParams:
     temperature
         0 is greedy: the most likely token, the lowest id among equals.
     top_p, top_k, min_p
-        Nucleus mass in (0, 1]; number of candidates, 0 for all; least probability relative to the most likely token.
-        Applied in this order of narrowing: top-k, top-p, min-p, all on the distribution after temperature.
+        Nucleus mass in (0, 1]; number of candidates, 0 for all; least probability relative to the most likely
+        token. Applied in this order of narrowing: top-k, top-p, min-p, all on the distribution after
+        temperature.
     seed
-        Seed of this request's own generator: the same draw alone or in a batch. ``None``: derived from the engine's seed.
+        Seed of this request's own generator: the same draw alone or in a batch. ``None``: derived from the
+        engine's seed.
     stop, stop_token_ids
         Strings that end the text (not part of it) and token ids that end it.
     ignore_eos
         Do not stop at the model's end-of-sequence tokens.
     logprobs
-        Number of most likely tokens to report beside each generated one; ``None`` reports nothing, 0 the token alone.
-        Taken from the model's distribution before temperature, penalties and bias.
+        Number of most likely tokens to report beside each generated one; ``None`` reports nothing, 0 the
+        token alone. Taken from the model's distribution before temperature, penalties and bias.
     prompt_logprobs
         The same for the tokens of the prompt.
     repetition_penalty, presence_penalty, frequency_penalty
-        Repetition: divides positive and multiplies negative logits of tokens of prompt and output. Presence and frequency:
-        subtracted once, and per occurrence, for tokens of the output.
+        Repetition: divides positive and multiplies negative logits of tokens of prompt and output. Presence
+        and frequency: subtracted once, and per occurrence, for tokens of the output.
     logit_bias
         Token id → number in [-100, 100] added to its logit.
     skip_special_tokens
@@ -116,13 +119,16 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether logits depend on earlier tokens or on a bias."""
         return bool(
-            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
         )
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural log-probability of one token, and the most likely tokens at its place as (id, logprob), best first."""
+    """Natural log-probability of a token, and the most likely ones at its place as (id, logprob)."""
 
     token_id: int
     logprob: float
@@ -136,14 +142,17 @@ class RequestOutput:
     Attributes
     ----------
     text, token_ids
-        Deltas. ``text`` never splits a UTF-8 character and lags behind ``token_ids`` only by what may still become a
-        stop string; the token that ended the request is in ``token_ids``, the stop string is not in ``text``.
+        Deltas. ``text`` never splits a UTF-8 character and lags behind ``token_ids`` only by what may still
+        become a stop string; the token that ended the request is in ``token_ids``, the stop string is not in
+        ``text``.
     logprobs
         One entry for each of ``token_ids`` when asked for, else ``None``.
     prompt_logprobs
-        One entry a prompt token (the first is ``None``), in the first output only; ``None`` when not asked for.
+        One entry a prompt token (the first is ``None``), in the first output only; ``None`` when not asked
+        for.
     finish_reason
-        ``None`` until the last output, which every request gets: ``stop``, ``length``, ``abort`` or ``error``.
+        ``None`` until the last output, which every request gets: ``stop``, ``length``, ``abort`` or
+        ``error``.
     stop_reason
         The stop string or stop token id that ended the request; ``None`` for end of sequence and otherwise.
     prompt_tokens, cached_tokens
@@ -174,7 +183,11 @@ def _is_int(value: object) -> bool:
 
 def _integer(name: str, value: object, low: int, high: int | None) -> None:
     if not _is_int(value) or value < low or (high is not None and value > high):  # type: ignore[operator]
-        raise _invalid(name, value, f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}")
+        raise _invalid(
+            name,
+            value,
+            f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}",
+        )
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:

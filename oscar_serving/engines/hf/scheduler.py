@@ -1,0 +1,127 @@
+"""Which tokens of which requests a step computes: decodes, then prefill chunks, first come first served."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from oscar_serving.cache.pool import CachePool
+from oscar_serving.engines.hf.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next ``count`` tokens of a sequence, from position ``start``; their pages are reserved."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids."""
+        return self.sequence.tokens[self.start : self.start + self.count]
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last token, so that the next one can be sampled."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """Waiting and running requests over one pool.
+
+    ``running`` and ``waiting`` are in order of arrival. Pages run out → the youngest running request goes
+    back to the front of the queue, its pages to the prefix index, and is computed again later. The oldest
+    request is never preempted for a younger one, and no younger one is admitted before it, so every request
+    gets its turn.
+    """
+
+    def __init__(
+        self, pool: CachePool, *, max_num_seqs: int, max_batched_tokens: int, page_size: int
+    ) -> None:
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._max_batched_tokens = max_batched_tokens
+        self._page_size = page_size
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.preemptions = 0
+        self.cached_prompt_tokens = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request at its place in order of arrival."""
+        insort(self.waiting, sequence, key=lambda s: s.arrival)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a request; its pages stay in the prefix index until they are needed."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._pool.finish(sequence.request_id)
+        else:
+            self.waiting.remove(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """Chunks of the next step with pages reserved; empty when there is nothing to do."""
+        budget = self._max_batched_tokens
+        chunks: list[Chunk] = []
+        preempted = False
+        for decoding in (True, False):
+            for sequence in list(self.running):
+                if sequence not in self.running or (sequence.remaining == 1) != decoding or not budget:
+                    continue
+                count = min(sequence.remaining, budget)
+                while not self._pool.reserve(sequence.request_id, count):
+                    preempted = True
+                    victim = self.running[-1]
+                    chunks = [c for c in chunks if c.sequence is not victim]
+                    self._preempt(victim)
+                    if victim is sequence:
+                        break
+                else:
+                    chunks.append(Chunk(sequence, sequence.computed, count))
+                    budget -= count
+        while budget and self.waiting and len(self.running) < self._max_num_seqs and not preempted:
+            chunk = self._admit(self.waiting[0], budget)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            budget -= chunk.count
+        return chunks
+
+    def _admit(self, sequence: Sequence, budget: int) -> Chunk | None:
+        if self.running and not self._has_room(sequence):
+            return None
+        # Positions that come from the prefix cache have no logits, so a prompt to be scored takes no hit.
+        tokens = sequence.tokens[:1] if sequence.scores_prompt else sequence.tokens
+        sequence.computed = self._pool.admit(sequence.request_id, tokens)
+        count = min(sequence.remaining, budget)
+        if not self._pool.reserve(sequence.request_id, count):
+            self._pool.preempt(sequence.request_id)
+            sequence.computed = 0
+            return None
+        if sequence.cached is None:
+            sequence.cached = min(sequence.computed, sequence.prompt_length)
+            self.cached_prompt_tokens += sequence.cached
+        self.waiting.pop(0)
+        self.running.append(sequence)
+        return Chunk(sequence, sequence.computed, count)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether the request fits without preempting; admitted chunk by chunk it would only thrash."""
+        raise NotImplementedError
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._pool.preempt(sequence.request_id)
+        self.preemptions += 1
+        sequence.computed = 0
+        self.running.remove(sequence)
+        self.add(sequence)
