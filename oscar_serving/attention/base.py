@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from oscar_serving.attention.spec import AttentionSpec
 from oscar_serving.codec import PageLayout
+from oscar_serving.config import ConfigError, OscarConfig, WindowDtype
 from oscar_serving.rotation import LayerTransform
 
 #: Page 0 of either store is never allocated: a table entry of 0 means "no page".
 NULL_PAGE = 0
+#: ``sink`` of a cache without an INT2 tier: every position is read from the window store.
+EVERY_POSITION = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,9 @@ class LayerCache:
     windows
         Sink and recent tokens, ``window_dtype`` ``[window pages, 2, heads, page_size, d]`` (K, V), in cache space
         (rotated, mean subtracted) like the INT2 store.
+
+    A cache whose ``pages`` has the null page alone has no INT2 tier (:meth:`allocate_plain`): page tables are ignored, and
+    every token needs a window page.
     """
 
     pages: Tensor
@@ -34,6 +41,23 @@ class LayerCache:
     layout: PageLayout
     transform: LayerTransform
     spec: AttentionSpec
+
+    def __post_init__(self) -> None:
+        config = self.layout.config
+        if config.levels != "affine":
+            raise ConfigError(f"levels={config.levels!r}: for evaluation only; a cache that is served needs 'affine'")
+        if self.windows_only and config.sink != EVERY_POSITION:
+            raise ConfigError(f"pages=1: only the null page, so sink={config.sink} must be {EVERY_POSITION}")
+
+    @property
+    def windows_only(self) -> bool:
+        """Whether there is no INT2 tier."""
+        return self.pages.shape[0] == 1
+
+    @cached_property
+    def derived(self) -> dict[str, Any]:
+        """Where a backend keeps what it works out from the layer once."""
+        return {}
 
     @classmethod
     def allocate(
@@ -57,6 +81,28 @@ class LayerCache:
             spec,
         )
 
+    @classmethod
+    def allocate_plain(
+        cls,
+        heads: int,
+        head_dim: int,
+        spec: AttentionSpec,
+        *,
+        window_pages: int,
+        page_size: int = 32,
+        dtype: WindowDtype = "bfloat16",
+        device: torch.device | str = "cpu",
+    ) -> LayerCache:
+        """The unquantized baseline: a paged cache in ``dtype``, neither rotated nor rounded to codes.
+
+        It is the same cache with an endless sink: each token goes to the window store only, K and V as they are.
+        """
+        config = OscarConfig(sink=EVERY_POSITION, page_size=page_size, window_dtype=dtype, rotation="none")
+        transform = LayerTransform.plain(heads, head_dim, rotate=False)
+        return cls.allocate(
+            PageLayout(head_dim, config), transform, spec, pages=1, window_pages=window_pages, device=device
+        )
+
 
 @dataclass(frozen=True)
 class BatchTables:
@@ -74,7 +120,8 @@ class BatchTables:
         equal to ``lengths[b]`` where none are (mode ``rule``, and decode steps in either mode).
     page_table, window_table
         int32 ``[B, max pages]``: page of position ``p`` is entry ``p // page_size``; 0 where there is no page. A token
-        whose window entry is 0 is not written to the window store and is read from INT2.
+        whose entry is 0 is not written to that store. A token of an earlier step whose window entry is 0 is read from
+        INT2; a token of this step is read unquantized where the position rule says so, whatever its window entry.
     host
         The same first three as Python lists, so that CPU code need not read tensors back.
     """
@@ -86,6 +133,11 @@ class BatchTables:
     window_table: Tensor
     host: tuple[list[int], list[int], list[int]]
 
+    @cached_property
+    def derived(self) -> dict[str, Any]:
+        """Where a backend keeps what it works out from the tables, once for all layers of a step."""
+        return {}
+
 
 class AttentionBackend(Protocol):
     """A device's implementation of store and attend; held against :func:`~oscar_serving.attention.reference.reference_attention`."""
@@ -96,4 +148,7 @@ class AttentionBackend(Protocol):
         """Write new ``k, v`` ``[T, heads, d]`` (model space) to both stores."""
 
     def attend(self, layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, tables: BatchTables) -> Tensor:
-        """Attend for ``q`` ``[T, query heads, d]``; ``k, v`` as given to :meth:`store`, which has run. Returns ``[T, query heads, d]``."""
+        """Attend for ``q`` ``[T, query heads, d]``; ``k, v`` as given to :meth:`store`, which has run.
+
+        Returns ``[T, query heads, d]`` in the type of ``q``.
+        """

@@ -93,16 +93,21 @@ class PageLayout:
 
     def views(self, pages: Tensor) -> PageViews:
         """Views of ``pages`` uint8 ``[pages, heads, head_bytes]`` (any page and head stride, bytes contiguous)."""
+        k_codes, k_meta, v_codes, v_meta = self.byte_views(pages)
+        return PageViews(
+            k_codes,
+            k_meta.view(self.meta_dtype).unflatten(-1, (self.groups, 2)),
+            v_codes,
+            v_meta.view(self.meta_dtype).unflatten(-1, (self.groups, 2)),
+        )
+
+    def byte_views(self, pages: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four sections of ``pages`` as uint8 ``[pages, heads, page_size, bytes a token]``, on devices without FP8 too."""
         if pages.dtype != torch.uint8 or pages.ndim != 3 or pages.shape[-1] != self.head_bytes or pages.stride(-1) != 1:
             raise ValueError(
                 f"pages must be uint8 [pages, heads, {self.head_bytes}] with contiguous bytes, "
                 f"got {pages.dtype} {tuple(pages.shape)} strides {pages.stride()}"
             )
-        k_codes, k_meta, v_codes, v_meta = pages.split(self.section_bytes, dim=-1)
-        tokens = self.config.page_size
-        return PageViews(
-            k_codes.unflatten(-1, (tokens, -1)),
-            k_meta.view(self.meta_dtype).unflatten(-1, (tokens, self.groups, 2)),
-            v_codes.unflatten(-1, (tokens, -1)),
-            v_meta.view(self.meta_dtype).unflatten(-1, (tokens, self.groups, 2)),
-        )
+        sections = pages.split(self.section_bytes, dim=-1)
+        k_codes, k_meta, v_codes, v_meta = (s.unflatten(-1, (self.config.page_size, -1)) for s in sections)
+        return k_codes, k_meta, v_codes, v_meta
