@@ -22,36 +22,40 @@ class HermesReader:
     def __init__(self, *, parallel: bool = True) -> None:
         self.calls = 0
         self._parallel = parallel
-        self._held = ""
+        self._held = ""  # what may become a call
+        self._space = ""  # white space that models put around calls: content only when more content follows
 
     def push(self, text: str) -> tuple[str, list[CalledTool]]:
         """Content that is certain, and the calls that became complete."""
         held = self._held + text
-        content: list[str] = []
+        content = ""
         calls: list[CalledTool] = []
         while (start := held.find(OPEN)) >= 0 and (end := held.find(CLOSE, start)) >= 0:
-            block = held[start : end + len(CLOSE)]
-            called = _parse(block[len(OPEN) : -len(CLOSE)])
-            content.append(held[:start] if called else held[:start] + block)
-            held = held[end + len(CLOSE) :]
+            end += len(CLOSE)
+            called = _parse(held[start + len(OPEN) : end - len(CLOSE)])
+            content += self._content(held[:start] if called else held[:end])
+            held = held[end:]
             if called and (self._parallel or not self.calls):
-                calls.append(
-                    CalledTool(
-                        id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=called, index=self.calls
-                    )
-                )
+                id = f"call_{uuid.uuid4().hex[:24]}"
+                calls.append(CalledTool(id=id, type="function", function=called, index=self.calls))
                 self.calls += 1
         keep = len(held) - start if start >= 0 else _beginning(held)
-        content.append(held[: len(held) - keep])
+        content += self._content(held[: len(held) - keep])
         self._held = held[len(held) - keep :]
-        out = "".join(content)
-        # The white space that models put around calls is no answer.
-        return ("" if self.calls and not out.strip() else out), calls
+        return content, calls
 
     def flush(self) -> str:
         """What was held back when the text ends: a call that never closed is content."""
         held, self._held = self._held, ""
-        return held
+        return self._content(held)
+
+    def _content(self, text: str) -> str:
+        if not self.calls:
+            return text
+        text = self._space + text
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        return body
 
 
 def _beginning(text: str) -> int:
