@@ -15,6 +15,7 @@
 //   loses small weights.
 //
 // The last CTA of a (request, KV head) merges the splits, rotates back and writes the output: one launch in all.
+// Packed keys and windows accumulate into the same registers: both V tiles use the channel order of the packed planes.
 
 #ifndef D
 #define D 128        // head size: 64, 128 or 256
@@ -26,8 +27,11 @@
 #define OUT_BF16 1   // output type: 1 bf16, 0 fp16
 #define NT 1         // tiles of 8 query rows a CTA
 #define TOKENS 32    // keys a warp takes at a time; divides the page size
+#define PAGE 128     // tokens of a packed page, a power of two
+#define WPAGE 16     // tokens of a window page, a power of two
 #define WARPS 4
 #define SOFTCAP 0
+#define MIN_CTAS 3   // CTAs a multiprocessor that registers must allow
 #endif
 
 typedef unsigned int u32;
@@ -51,15 +55,15 @@ struct Params {
   const float* v_mean;       // [Hkv, D] or null
   u16* out;                  // [T, Hq, D]
   float* lse;                // [T, Hq] natural log, or null
-  float* partial;            // workspace: [B, Hkv, row tiles, splits, ROWS, D + 2]
-  int* arrived;              // workspace: [B, Hkv, row tiles], zero before and after
+  float* partial;            // workspace: [B, Hkv * row tiles, splits, ROWS, D] outputs
+  float* stats;              // workspace: [B, Hkv * row tiles, splits, ROWS, 2] maximum (base 2), sum
+  int* arrived;              // workspace: [B, Hkv * row tiles], zero before and after
   i64 page_stride, head_stride;              // bytes
   i64 win_page_stride, win_head_stride, win_token_stride;  // elements
   int page_cols, window_cols;
-  int page_size, win_page_size;
   int heads, ratio;          // KV heads, query heads per KV head
   int sink, recent, sliding; // sliding: 0 for none
-  int int_splits, win_splits;
+  int int_splits, win_splits;  // splits of packed keys; further splits for windows alone (0: all splits share them)
   float scale, softcap;
 };
 
@@ -75,7 +79,9 @@ struct Params {
 #define MTILES (D / 16)
 #define TILES (TOKENS / 16)
 #define LOG2E 1.4426950408889634f
-#define NEG -1e30f
+#define NEG -1e30f       // a masked score
+#define M_START -1e29f   // a maximum before any score: ex2(NEG - M_START) is 0
+#define VREF_START 9.5367431640625e-7f  // 2^-20
 
 __device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ float lg2(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
@@ -136,11 +142,13 @@ __device__ __forceinline__ void load_meta(Meta& x, const u8* p) {
 #endif
 }
 
-// Softmax state of a warp: columns 2 (lane % 4) and + 1 of each row tile. `acc` is O^T in units of vref.
+// Softmax state of a warp: columns 2 (lane % 4) and + 1 of each row tile. While packed keys are read, `acc` is O^T in
+// units of vref * 2^24 / 2^(plane * VB), vref a power of two above every scale of V so far.
 struct State {
   float acc[NT][MTILES][4];
   float m[NT][2], l[NT][2];
   float low[NT][NG][2];  // sum of p * minimum
+  float vref, vinv;
 };
 
 __device__ __forceinline__ void reset(State& s) {
@@ -152,11 +160,13 @@ __device__ __forceinline__ void reset(State& s) {
       for (int j = 0; j < 4; ++j) s.acc[n][i][j] = 0.f;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      s.m[n][j] = NEG; s.l[n][j] = 0.f;
+      s.m[n][j] = M_START; s.l[n][j] = 0.f;
 #pragma unroll
       for (int g = 0; g < NG; ++g) s.low[n][g][j] = 0.f;
     }
   }
+  s.vref = VREF_START;
+  s.vinv = 1.f / VREF_START;
 }
 
 __device__ __forceinline__ float max_over_rows(float x) {  // over lane / 4
@@ -170,26 +180,30 @@ __device__ __forceinline__ float sum_over_rows(float x) {
   return x + __shfl_xor_sync(~0u, x, 16);
 }
 
-// Raise the running maximum when a score exceeds it by more than 2^8 (p stays within fp16 until then), and the unit of
-// the accumulators when V's scale exceeds it.
-__device__ __forceinline__ void rescale(State& st, const float (&top)[NT][2], float& vref, float vmax) {
-  bool grow = vmax > vref;
+// Raise the running maximum only when a score exceeds it by more than 2^8 (p stays within fp16 until then), and the
+// unit of the accumulators only when a scale of V exceeds it: rare after the first blocks, one vote otherwise.
+__device__ __forceinline__ void rescale(State& st, float (&top)[NT][2], float vmax) {
+  bool grow = vmax > st.vref;
 #pragma unroll
   for (int n = 0; n < NT; ++n) grow |= top[n][0] > st.m[n][0] + 8.f | top[n][1] > st.m[n][1] + 8.f;
   if (!__any_sync(~0u, grow)) return;
   float unit = 1.f;
-  if (vmax > vref) {
+  vmax = max_over_rows(vmax);
+  if (vmax > st.vref) {
     float next = __int_as_float((__float_as_int(vmax) & 0x7f800000) + 0x00800000);  // power of two above vmax
-    unit = vref / next; vref = next;
+    unit = st.vref * (1.f / next);
+    st.vref = next;
+    st.vinv = 1.f / next;
   }
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     float f[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      float m = fmaxf(st.m[n][j], top[n][j]);
+      float m = fmaxf(st.m[n][j], max_over_rows(top[n][j]));
       f[j] = ex2(st.m[n][j] - m);
-      st.m[n][j] = m; st.l[n][j] *= f[j];
+      st.m[n][j] = m;
+      st.l[n][j] *= f[j];
 #pragma unroll
       for (int g = 0; g < NG; ++g) st.low[n][g][j] *= f[j];
       f[j] *= unit;
@@ -206,60 +220,53 @@ struct Rows {  // what this lane's two columns of each row tile are
   float bias[NT][2];
 };
 
+// `x` and `bias` already carry the scale; without softcap also log2(e).
 __device__ __forceinline__ float finish_score(float x, float bias, const Params& p) {
 #if SOFTCAP
-  return p.softcap * LOG2E * tanh_((x + bias) * p.scale / p.softcap);
+  return p.softcap * LOG2E * tanh_((x + bias) / p.softcap);
 #else
-  return (x + bias) * (p.scale * LOG2E);
+  return x + bias;
 #endif
 }
 
-struct Block { u32 k[TILES][2][NW]; u32 v[TILES][4][VW]; Meta km[TILES][2], vm[TILES][2]; };
+struct KBlock { u32 code[TILES][2][NW]; Meta meta[TILES][2]; };
+struct VBlock { u32 code[TILES][4][VW]; Meta meta[TILES][2]; };
+struct Lane { const u8 *k, *v, *km, *vm; };  // this lane's first bytes in page 0, slot 0
 
-__device__ __forceinline__ void load_block(Block& b, const Params& p, const int* table, int head, int key0, int row, int quad) {
-  int page = table[key0 / p.page_size], slot = key0 % p.page_size;
-  i64 base = (i64)page * p.page_stride + (i64)head * p.head_stride;
-  const u8* kc = p.k_codes + base + (i64)slot * KROW;
-  const u8* vc = p.v_codes + base + (i64)slot * VROW;
-  const u8* km = p.k_meta + base + slot * (NG * META_BYTES);
-  const u8* vm = p.v_meta + base + slot * (NG * META_BYTES);
+__device__ __forceinline__ void load_k(KBlock& b, const Lane& at, i64 page, int slot) {
+  const u8 *k = at.k + page + slot * KROW, *m = at.km + page + slot * (NG * META_BYTES);
+#pragma unroll
+  for (int t = 0; t < TILES; ++t)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      ldg<NW>(b.code[t][r], k + (t * 16 + 8 * r) * KROW);
+      load_meta(b.meta[t][r], m + (t * 16 + 8 * r) * (NG * META_BYTES));
+    }
+}
+__device__ __forceinline__ void load_v(VBlock& b, const Lane& at, i64 page, int slot) {
+  const u8 *v = at.v + page + slot * VROW, *m = at.vm + page + slot * (NG * META_BYTES);
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      int token = t * 16 + row + 8 * r;
-      ldg<NW>(b.k[t][r], kc + token * KROW + quad * (4 * NW));
-      load_meta(b.km[t][r], km + token * (NG * META_BYTES));
-      load_meta(b.vm[t][r], vm + token * (NG * META_BYTES));
+    for (int j = 0; j < 4; ++j) {
+      const u8* from = v + (t * 16 + (j & 1) + 8 * (j >> 1)) * VROW;
+      if constexpr (VL == 1) b.code[t][j][0] = ldg16(from); else ldg<VW>(b.code[t][j], from);
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      int token = t * 16 + 2 * quad + (j & 1) + 8 * (j >> 1);
-      const u8* at = vc + token * VROW + row * (2 * VL);
-      if constexpr (VL == 1) b.v[t][j][0] = ldg16(at); else ldg<VW>(b.v[t][j], at);
-    }
+    for (int r = 0; r < 2; ++r) load_meta(b.meta[t][r], m + (t * 16 + 8 * r) * (NG * META_BYTES));
   }
 }
 
 #define KMASK(plane) ((KB == 2 ? 0x00030003u : 0x000f000fu) << ((plane) * KB))
 #define VMASK(plane) ((VB == 2 ? 0x00030003u : 0x000f000fu) << ((plane) * VB))
 
-// One block of packed keys. qf: query fragments, normalised; qmul: back to the query's scale (2^24 included);
-// qsum: sum of the query over each group.
-__device__ __forceinline__ void attend_block(State& st, float& vref, Block& b, const u32 (&qf)[NT][KSTEPS][2],
-                                             const float (&qmul)[NT][2], const float (&qsum)[NT][NG][2], const Rows& rows,
-                                             const Params& p, float k_unit, float v_unit, bool interior, int key0,
-                                             int last_pos, const int* window_table, int row) {
-  float s[NT][TILES][4];
-  if (!interior) {  // what lies behind the end was never written: it must not reach a product, not even with weight 0
-#pragma unroll
-    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        if (key0 + t * 16 + row + 8 * r > last_pos)
-#pragma unroll
-          for (int g = 0; g < NG; ++g) b.km[t][r].raw[g] = b.vm[t][r].raw[g] = 0;
-  }
+typedef float Scores[NT][TILES][4];
+
+// Scores of one block. qf: query fragments, normalised; qmul: back to the query's scale (2^24 and the softmax scale
+// included); qsum: scaled sum of the query over each group.
+__device__ __forceinline__ void score_block(Scores& s, const KBlock& b, const u32 (&qf)[NT][KSTEPS][2],
+                                            const float (&qmul)[NT][2], const float (&qsum)[NT][NG][2], const Rows& rows,
+                                            const Params& p, float k_unit) {
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     float dot[NT][NG][4];
@@ -273,100 +280,105 @@ __device__ __forceinline__ void attend_block(State& st, float& vref, Block& b, c
     for (int plane = 0; plane < KPER; ++plane)
 #pragma unroll
       for (int w = 0; w < NW; ++w) {
-        u32 lo = b.k[t][0][w], hi = b.k[t][1][w];
+        u32 lo = b.code[t][0][w], hi = b.code[t][1][w];
         u32 a0 = lo & KMASK(plane), a1 = hi & KMASK(plane);
         u32 a2 = (lo >> 8) & KMASK(plane), a3 = (hi >> 8) & KMASK(plane);
+        const int i = plane * NW + w;
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-          const int i = plane * NW + w;
-          mma_f16(dot[n][plane * NG / KPER], a0, a1, a2, a3, qf[n][i][0], qf[n][i][1]);
-        }
+        for (int n = 0; n < NT; ++n) mma_f16(dot[n][plane * NG / KPER], a0, a1, a2, a3, qf[n][i][0], qf[n][i][1]);
       }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float scale[NG], low[NG];
 #pragma unroll
-      for (int g = 0; g < NG; ++g) meta_pair(b.km[t][r].raw[g], k_unit, scale[g], low[g]);
+      for (int g = 0; g < NG; ++g) meta_pair(b.meta[t][r].raw[g], k_unit, scale[g], low[g]);
 #pragma unroll
       for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          float x = 0.f;
+          float x = rows.bias[n][j];
 #pragma unroll
-          for (int g = 0; g < NG; ++g) x += dot[n][g][2 * r + j] * (scale[g] * qmul[n][j]) + low[g] * qsum[n][g][j];
-          s[n][t][2 * r + j] = finish_score(x, rows.bias[n][j], p);
+          for (int g = 0; g < NG; ++g) x += low[g] * qsum[n][g][j] + dot[n][g][2 * r + j] * (scale[g] * qmul[n][j]);
+          s[n][t][2 * r + j] = finish_score(x, 0.f, p);
         }
     }
   }
-  if (!interior) {
+}
+
+// Scores of keys that this store does not serve, or that a row does not see. What lies behind the end was never
+// written: its metadata must not reach a product, not even with weight 0.
+__device__ __forceinline__ void mask_block(Scores& s, VBlock& b, const Rows& rows, const Params& p, int key0, int last_pos,
+                                           const int* window_table, int row) {
 #pragma unroll
-    for (int t = 0; t < TILES; ++t)
+  for (int t = 0; t < TILES; ++t)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        int key = key0 + t * 16 + row + 8 * r;
-        bool there = window_table[key / p.win_page_size] != 0;
+    for (int r = 0; r < 2; ++r) {
+      int key = key0 + t * 16 + row + 8 * r;
+      bool behind = key > last_pos;
+      if (behind)
 #pragma unroll
-        for (int n = 0; n < NT; ++n)
+        for (int g = 0; g < NG; ++g) b.meta[t][r].raw[g] = 0;
+      bool there = !behind && window_table[key / WPAGE] != 0;
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            int pos = rows.pos[n][j];
-            bool window = there & ((key < p.sink) | (key > pos - p.recent));
-            bool seen = key <= pos & !window & !(p.sliding && key <= pos - p.sliding);
-            if (!seen) s[n][t][2 * r + j] = NEG;
-          }
-      }
-  }
-  float top[NT][2], vmax = 0.f;
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          int pos = rows.pos[n][j];
+          bool window = there & ((key < p.sink) | (key > pos - p.recent));
+          if (key > pos | window | (p.sliding && key <= pos - p.sliding)) s[n][t][2 * r + j] = NEG;
+        }
+    }
+}
+
+// Probabilities of a block and their product with V.
+__device__ __forceinline__ void mix_block(State& st, Scores& s, const VBlock& b, float v_unit) {
+  float top[NT][2], vmax = 0.f, vs[TILES][2][NG], vl[TILES][2][NG];
 #pragma unroll
   for (int n = 0; n < NT; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      top[n][j] = NEG;
+      top[n][j] = s[n][0][j];
 #pragma unroll
       for (int t = 0; t < TILES; ++t) top[n][j] = fmaxf(top[n][j], fmaxf(s[n][t][j], s[n][t][2 + j]));
-      top[n][j] = max_over_rows(top[n][j]);
     }
-  float vs[TILES][2][NG], vl[TILES][2][NG];
 #pragma unroll
   for (int t = 0; t < TILES; ++t)
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int g = 0; g < NG; ++g) {
-        meta_pair(b.vm[t][r].raw[g], v_unit, vs[t][r][g], vl[t][r][g]);
+        meta_pair(b.meta[t][r].raw[g], v_unit, vs[t][r][g], vl[t][r][g]);
         vmax = fmaxf(vmax, vs[t][r][g]);
       }
-  vmax = max_over_rows(vmax);
-  rescale(st, top, vref, vmax);
-  float inv = 1.f / vref;
+  rescale(st, top, vmax);
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     u32 pb[NT][NG][2];
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+    for (int r = 0; r < 2; ++r) {
+      float f[NG];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int g = 0; g < NG; ++g) f[g] = vs[t][r][g] * st.vinv;
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
         float pr[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          float x = s[n][t][2 * r + j];
-          pr[j] = x > 0.5f * NEG ? ex2(x - st.m[n][j]) : 0.f;
+          pr[j] = ex2(s[n][t][2 * r + j] - st.m[n][j]);
           st.l[n][j] += pr[j];
 #pragma unroll
           for (int g = 0; g < NG; ++g) st.low[n][g][j] += pr[j] * vl[t][r][g];
         }
 #pragma unroll
-        for (int g = 0; g < NG; ++g) {
-          float f = vs[t][r][g] * inv;
-          pb[n][g][r] = transpose8x8(pack16(pr[0] * f, pr[1] * f));
-        }
+        for (int g = 0; g < NG; ++g) pb[n][g][r] = transpose8x8(pack16(pr[0] * f[g], pr[1] * f[g]));
       }
+    }
 #pragma unroll
     for (int l = 0; l < VL; ++l) {
       // Token pairs (2q, 2q+1) and (2q+8, 2q+9) of 16-bit lane l side by side.
-      u32 select = (l & 1) ? 0x7632u : 0x5410u;
-      u32 x = prmt(b.v[t][0][l / 2], b.v[t][1][l / 2], select);
-      u32 y = prmt(b.v[t][2][l / 2], b.v[t][3][l / 2], select);
+      const u32 select = (l & 1) ? 0x7632u : 0x5410u;
+      u32 x = prmt(b.code[t][0][l / 2], b.code[t][1][l / 2], select);
+      u32 y = prmt(b.code[t][2][l / 2], b.code[t][3][l / 2], select);
 #pragma unroll
       for (int plane = 0; plane < VPER; ++plane) {
         u32 a0 = x & VMASK(plane), a1 = (x >> 8) & VMASK(plane), a2 = y & VMASK(plane), a3 = (y >> 8) & VMASK(plane);
@@ -378,15 +390,35 @@ __device__ __forceinline__ void attend_block(State& st, float& vref, Block& b, c
   }
 }
 
+// Accumulators to true units, the minima's share added, so that windows can follow.
+__device__ __forceinline__ void settle(State& st) {
+#pragma unroll
+  for (int n = 0; n < NT; ++n)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float low[NG];
+#pragma unroll
+      for (int g = 0; g < NG; ++g) low[g] = sum_over_rows(st.low[n][g][j]);
+#pragma unroll
+      for (int plane = 0; plane < VPER; ++plane)
+#pragma unroll
+        for (int l = 0; l < VL; ++l) {
+          const float f = st.vref * (16777216.f / (float)(1 << (plane * VB)));
+          float(&a)[4] = st.acc[n][plane * VL + l];
+          a[j] = a[j] * f + low[plane * NG / VPER];
+          a[2 + j] = a[2 + j] * f + low[plane * NG / VPER];
+        }
+    }
+}
+
 // Sixteen window keys; the same scheme on 16-bit elements.
-__device__ __forceinline__ void attend_window(State& st, float& vref, const u32 (&qf)[NT][KSTEPS][2], const Rows& rows,
-                                              const Params& p, int head, int key0, int first_pos, int last_pos,
-                                              const int* window_table, int row, int quad) {
-  int page = window_table[key0 / p.win_page_size];
+__device__ __forceinline__ void attend_window(State& st, const float (*sh_q)[D], const Rows& rows, const Params& p, int head,
+                                              int key0, int first_pos, int last_pos, const int* window_table, int row, int quad) {
+  int page = window_table[key0 / WPAGE];
   if (page == 0) return;
-  i64 base = (i64)page * p.win_page_stride + (i64)head * p.win_head_stride + (i64)(key0 % p.win_page_size) * p.win_token_stride;
+  i64 base = (i64)page * p.win_page_stride + (i64)head * p.win_head_stride + (i64)(key0 % WPAGE) * p.win_token_stride;
   const u16 *k = p.k_win + base, *v = p.v_win + base;
-  u32 kr[2][D / 8], vr[4][D / 16];
+  u32 kr[2][D / 8], vr[4][MTILES];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -395,38 +427,40 @@ __device__ __forceinline__ void attend_window(State& st, float& vref, const u32 
       ldg<4>(dst, k + (row + 8 * r) * p.win_token_stride + c * 32 + quad * 8);
     }
 #pragma unroll
-  for (int j = 0; j < 4; ++j)
-#pragma unroll
-    for (int c = 0; c < D / 64; ++c) {
-      u32 (&dst)[4] = *(u32(*)[4]) & vr[j][4 * c];
-      ldg<4>(dst, v + (2 * quad + (j & 1) + 8 * (j >> 1)) * p.win_token_stride + c * 64 + row * 8);
-    }
-  // A key that no row sees may be another request's or was never written: it must not reach a product.
-#pragma unroll
   for (int j = 0; j < 4; ++j) {
     int key = key0 + 2 * quad + (j & 1) + 8 * (j >> 1);
+    const u16* from = v + (key - key0) * p.win_token_stride + row * (2 * VL);
+#pragma unroll
+    for (int plane = 0; plane < VPER; ++plane) {
+      u32 (&dst)[VL] = *(u32(*)[VL]) & vr[j][plane * VL];
+      ldg<VL>(dst, from + plane * VROW);
+    }
+    // A key that no row sees may be another request's or was never written: it must not reach a product.
     if (key > last_pos | (key >= p.sink & key <= first_pos - p.recent))
 #pragma unroll
-      for (int i = 0; i < D / 16; ++i) vr[j][i] = 0;
+      for (int i = 0; i < MTILES; ++i) vr[j][i] = 0;
   }
   float s[NT][4], top[NT][2];
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     float dot[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < KSTEPS; ++i) mma_win(dot, kr[0][2 * i], kr[1][2 * i], kr[0][2 * i + 1], kr[1][2 * i + 1], qf[n][i][0], qf[n][i][1]);
+    for (int i = 0; i < KSTEPS; ++i) {
+      const float4 q = *(const float4*)(sh_q[n * 8 + row] + (i / 2) * 32 + quad * 8 + (i % 2) * 4);
+      mma_win(dot, kr[0][2 * i], kr[1][2 * i], kr[0][2 * i + 1], kr[1][2 * i + 1], pack_win(q.x, q.y), pack_win(q.z, q.w));
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         int key = key0 + row + 8 * r, pos = rows.pos[n][j];
         bool seen = key <= pos & ((key < p.sink) | (key > pos - p.recent)) & !(p.sliding && key <= pos - p.sliding);
-        s[n][2 * r + j] = seen ? finish_score(dot[2 * r + j], rows.bias[n][j], p) : NEG;
+        s[n][2 * r + j] = seen ? finish_score(dot[2 * r + j] * (SOFTCAP ? p.scale : p.scale * LOG2E), rows.bias[n][j], p) : NEG;
       }
 #pragma unroll
-    for (int j = 0; j < 2; ++j) top[n][j] = max_over_rows(fmaxf(s[n][j], s[n][2 + j]));
+    for (int j = 0; j < 2; ++j) top[n][j] = fmaxf(s[n][j], s[n][2 + j]);
   }
-  rescale(st, top, vref, 0.f);
+  rescale(st, top, 0.f);
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     u32 pb[2];
@@ -435,43 +469,171 @@ __device__ __forceinline__ void attend_window(State& st, float& vref, const u32 
       float pr[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        float x = s[n][2 * r + j];
-        pr[j] = x > 0.5f * NEG ? ex2(x - st.m[n][j]) : 0.f;
+        pr[j] = ex2(s[n][2 * r + j] - st.m[n][j]);
         st.l[n][j] += pr[j];
       }
       pb[r] = transpose8x8(pack_win(pr[0], pr[1]));
     }
 #pragma unroll
-    for (int i = 0; i < MTILES; ++i) {
-      u32 a0 = prmt(vr[0][i], vr[1][i], 0x5410u), a1 = prmt(vr[0][i], vr[1][i], 0x7632u);
-      u32 a2 = prmt(vr[2][i], vr[3][i], 0x5410u), a3 = prmt(vr[2][i], vr[3][i], 0x7632u);
-      mma_win(st.acc[n][i], a0, a1, a2, a3, pb[0], pb[1]);
-    }
+    for (int i = 0; i < MTILES; ++i)
+      mma_win(st.acc[n][i], prmt(vr[0][i], vr[1][i], 0x5410u), prmt(vr[0][i], vr[1][i], 0x7632u),
+              prmt(vr[2][i], vr[3][i], 0x5410u), prmt(vr[2][i], vr[3][i], 0x7632u), pb[0], pb[1]);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) oscar_decode(const __grid_constant__ Params p) {
+// Merge of the splits (unless this CTA did all), learned sinks, LSE, rotation back, output. `o` holds the unnormalised
+// rows when there is one split; `scratch` is free.
+__device__ __forceinline__ void finish(const Params& p, float (*o)[D], float (*scratch)[ROWS][D], const float2* one, float* factor_of,
+                                       const float* partial, const float* stats, int splits, int live, int row0, int q0, int head) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, query_heads = p.heads * p.ratio;
+  float(*weight)[ROWS] = (float(*)[ROWS]) & scratch[0][0][0];  // [splits][ROWS]
+  __syncthreads();
+  for (int r = warp; r < live; r += WARPS) {
+    float m = M_START, l = 0.f;
+    if (splits == 1) {
+      m = one[r].x;
+      l = one[r].y;
+    } else {
+      for (int s = lane; s < splits; s += 32) m = fmaxf(m, __ldcg(stats + s * (ROWS * 2) + 2 * r));
+      for (int d = 16; d; d >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
+      for (int s = lane; s < splits; s += 32) {
+        const float2 x = __ldcg((const float2*)(stats + s * (ROWS * 2) + 2 * r));
+        const float f = ex2(x.x - m);
+        l += x.y * f;
+        weight[s][r] = f;
+      }
+      for (int d = 16; d; d >>= 1) l += __shfl_xor_sync(~0u, l, d);
+    }
+    __syncwarp();
+    if (lane == 0) {
+      const int q_head = head * p.ratio + (row0 + r) % p.ratio;
+      float factor = 1.f;
+      if (p.sinks) {
+        const float sink = p.sinks[q_head] * LOG2E, top = fmaxf(m, sink);
+        factor = ex2(m - top);
+        l = l * factor + ex2(sink - top);
+        m = top;
+      }
+      factor_of[r] = l > 0.f ? factor / l : 0.f;
+      if (p.lse) p.lse[(i64)(q0 + (row0 + r) / p.ratio) * query_heads + q_head] = l > 0.f ? (m + lg2(l)) / LOG2E : __int_as_float(0xff800000);
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < live * D / 4; i += 32 * WARPS) {
+    const int r = i / (D / 4), c = i % (D / 4) * 4;
+    float4 x = *(float4*)&o[r][c];
+    if (splits > 1) {
+      x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 16
+      for (int s = 0; s < splits; ++s) {
+        const float4 y = __ldcg((const float4*)(partial + (i64)s * (ROWS * D) + r * D + c));
+        const float f = weight[s][r];
+        x.x += y.x * f; x.y += y.y * f; x.z += y.z * f; x.w += y.w * f;
+      }
+    }
+    const float f = factor_of[r];
+    *(float4*)&o[r][c] = make_float4(x.x * f, x.y * f, x.z * f, x.w * f);
+  }
+  __syncthreads();
+  if (p.v_back) {
+    // o = o' R_V^T. A warp takes a share of the cache channels and all model channels, four (or two) a lane.
+    const int wide = D / 32;
+    float sum[ROWS][D / 32];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int j = 0; j < wide; ++j) sum[r][j] = 0.f;
+    const u16* back = p.v_back + (i64)head * D * D + (i64)warp * (D / WARPS) * D + lane * wide;
+#pragma unroll 16
+    for (int e = 0; e < D / WARPS; ++e) {
+      u32 raw[(D / 64)];
+      ldg<D / 64>(raw, back + e * D);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+        if (r < live) {
+          const float x = o[r][warp * (D / WARPS) + e];
+#pragma unroll
+          for (int j = 0; j < wide / 2; ++j) {
+            sum[r][2 * j] += x * __int_as_float(raw[j] << 16);
+            sum[r][2 * j + 1] += x * __int_as_float(raw[j] & 0xffff0000u);
+          }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+      if (r < live)
+#pragma unroll
+        for (int j = 0; j < wide; ++j) scratch[warp][r][lane * wide + j] = sum[r][j];
+    __syncthreads();
+  }
+  for (int i = threadIdx.x; i < live * D / 2; i += 32 * WARPS) {
+    const int r = i / (D / 2), c = i % (D / 2) * 2;
+    float x = 0.f, y = 0.f;
+    if (p.v_back) {
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) { x += scratch[w][r][c]; y += scratch[w][r][c + 1]; }
+    } else {
+      x = o[r][c];
+      y = o[r][c + 1];
+    }
+    if (p.v_mean) { x += p.v_mean[head * D + c]; y += p.v_mean[head * D + c + 1]; }
+    const int at = row0 + r;
+    *(u32*)(p.out + ((i64)(q0 + at / p.ratio) * query_heads + head * p.ratio + at % p.ratio) * D + c) = OUT_BF16 ? packb16(x, y) : pack16(x, y);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(const __grid_constant__ Params p) {
   const int split = blockIdx.x, head = blockIdx.y % p.heads, row_tile = blockIdx.y / p.heads, request = blockIdx.z;
   const int length = p.lengths[request];
   const int q0 = p.query_start[request], queries = p.query_start[request + 1] - q0;
   const int total_rows = queries * p.ratio, row0 = row_tile * ROWS;
   if (length <= 0 || row0 >= total_rows) return;
+  const int live = min(ROWS, total_rows - row0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-  const int splits = p.int_splits + p.win_splits;
+  const int splits = p.int_splits + p.win_splits, query_heads = p.heads * p.ratio;
   const int* page_table = p.page_table + (i64)request * p.page_cols;
   const int* window_table = p.window_table + (i64)request * p.window_cols;
-  const bool packed = split < p.int_splits;
 
-  __shared__ float sh_q[ROWS][D];
-  __shared__ float sh_o[WARPS][ROWS][D + 2];
+  __shared__ __align__(16) float sh_q[ROWS][D];
+  __shared__ __align__(16) float sh_o[WARPS][ROWS][D];
+  __shared__ float sh_m[WARPS][ROWS], sh_l[WARPS][ROWS];
+  __shared__ float2 sh_one[ROWS];  // maximum and sum when there is one split
   __shared__ int sh_last;
 
-  // Query rows to shared memory: row r is query r / ratio, head r % ratio of the group.
+  // Positions of this CTA's rows, and the packed keys that any of them reads.
+  const int first_pos = length - queries + row0 / p.ratio;
+  const int last_pos = length - queries + (row0 + live - 1) / p.ratio;
+  const int start = p.sliding && first_pos - p.sliding + 1 > 0 ? first_pos - p.sliding + 1 : 0;
+  const int recent_lo = max(first_pos - p.recent + 1, start);
+  bool whole = true;  // every window page that a row would read is there
+  for (int c = start / WPAGE + threadIdx.x; c <= (min(p.sink, length) - 1) / WPAGE; c += 32 * WARPS) whole &= window_table[c] != 0;
+  for (int c = recent_lo / WPAGE + threadIdx.x; c <= last_pos / WPAGE; c += 32 * WARPS) whole &= window_table[c] != 0;
+  // Query row r is query r / ratio, head r % ratio of the group.
   for (int i = threadIdx.x; i < ROWS * D; i += 32 * WARPS) {
     int r = row0 + i / D;
-    sh_q[i / D][i % D] = r < total_rows ? p.q[((i64)(q0 + r / p.ratio) * p.heads * p.ratio + head * p.ratio + r % p.ratio) * D + i % D] : 0.f;
+    sh_q[i / D][i % D] = r < total_rows ? p.q[((i64)(q0 + r / p.ratio) * query_heads + head * p.ratio + r % p.ratio) * D + i % D] : 0.f;
   }
-  __syncthreads();
+  whole = __syncthreads_and(whole);
+  const int packed_lo = max(start, whole ? p.sink : 0), packed_hi = whole ? last_pos - p.recent : last_pos;
+  const int b0 = packed_lo / TOKENS, blocks = packed_hi >= packed_lo ? packed_hi / TOKENS + 1 - b0 : 0;
+  const int each = (blocks + p.int_splits - 1) / p.int_splits;
+  const int from = b0 + min(split * each, blocks), to = split < p.int_splits ? min(from + each, b0 + blocks) : from;
+
+  const i64 head_at = (i64)head * p.head_stride;
+  Lane at;
+  at.k = p.k_codes + head_at + row * KROW + quad * (4 * NW);
+  at.v = p.v_codes + head_at + 2 * quad * VROW + row * (2 * VL);
+  at.km = p.k_meta + head_at + row * (NG * META_BYTES);
+  at.vm = p.v_meta + head_at + row * (NG * META_BYTES);
+  KBlock kb;
+  VBlock vb;
+  int block = from + warp, next_page = 0;
+  if (block < to) {  // on their way while the query is prepared
+    i64 page = (i64)page_table[block * TOKENS / PAGE] * p.page_stride;
+    load_k(kb, at, page, block * TOKENS % PAGE);
+    load_v(vb, at, page, block * TOKENS % PAGE);
+    if (block + WARPS < to) next_page = page_table[(block + WARPS) * TOKENS / PAGE];
+  }
 
   Rows rows;
 #pragma unroll
@@ -480,219 +642,131 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) oscar_decode(const __gr
     for (int j = 0; j < 2; ++j) {
       int r = row0 + n * 8 + 2 * quad + j;
       rows.pos[n][j] = r < total_rows ? length - queries + r / p.ratio : -1;
-      rows.bias[n][j] = p.q_bias && r < total_rows ? p.q_bias[(i64)(q0 + r / p.ratio) * p.heads * p.ratio + head * p.ratio + r % p.ratio] : 0.f;
+      rows.bias[n][j] = 0.f;
+      if (p.q_bias && r < total_rows)
+        rows.bias[n][j] = p.q_bias[(i64)(q0 + r / p.ratio) * query_heads + head * p.ratio + r % p.ratio] * (SOFTCAP ? p.scale : p.scale * LOG2E);
     }
-  const int first_pos = length - queries + row0 / p.ratio;
-  const int last_row = (row0 + ROWS < total_rows ? row0 + ROWS : total_rows) - 1;
-  const int last_pos = length - queries + last_row / p.ratio;
-  const int start = p.sliding && first_pos - p.sliding + 1 > 0 ? first_pos - p.sliding + 1 : 0;
 
   State st;
   reset(st);
-  float vref = 1.f;
-  if (packed) {
-    vref = 9.5367431640625e-7f;  // 2^-20: no smaller unit is needed
+  if (from < to) {
     u32 qf[NT][KSTEPS][2];
     float qmul[NT][2], qsum[NT][NG][2];
-    {
-      // Normalise each row to a largest magnitude of 1, lane pair by lane pair; a warp does all rows of its own use.
 #pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        const float* q = sh_q[n * 8 + row];
-        float top = 0.f, sum[NG];
+    for (int n = 0; n < NT; ++n) {
+      // Each row normalised to a largest magnitude of 1: fp16 is then exact enough whatever the query's scale.
+      const float* q = sh_q[n * 8 + row];
+      float top = 1e-30f, sum[NG];
 #pragma unroll
-        for (int g = 0; g < NG; ++g) sum[g] = 0.f;
+      for (int g = 0; g < NG; ++g) sum[g] = 0.f;
 #pragma unroll
-        for (int c = 0; c < D / 4; ++c) {
-          float x = q[c * 4 + quad];
-          top = fmaxf(top, fabsf(x));
-          sum[c * NG / (D / 4)] += x;
+      for (int c = 0; c < D / 16; ++c) {
+        const float4 x = *(const float4*)(q + c * 16 + quad * 4);
+        top = fmaxf(fmaxf(top, fmaxf(fabsf(x.x), fabsf(x.y))), fmaxf(fabsf(x.z), fabsf(x.w)));
+        sum[c * NG / (D / 16)] += x.x + x.y + x.z + x.w;
+      }
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+#pragma unroll
+      for (int g = 0; g < NG; ++g) { sum[g] += __shfl_xor_sync(~0u, sum[g], 1); sum[g] += __shfl_xor_sync(~0u, sum[g], 2); }
+      const float inv = 1.f / top;
+#pragma unroll
+      for (int plane = 0; plane < KPER; ++plane)
+#pragma unroll
+        for (int w = 0; w < NW; ++w) {
+          const float f = inv / (float)(1 << (plane * KB));
+          const float4 x = *(const float4*)(q + plane * KROW + quad * (4 * NW) + 4 * w);
+          qf[n][plane * NW + w][0] = pack16(x.x * f, x.z * f);
+          qf[n][plane * NW + w][1] = pack16(x.y * f, x.w * f);
         }
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        top = fmaxf(top, 1e-30f);
-        float inv = 1.f / top;
+      // Column 2 quad + j of the scores is row 2 quad + j of the tile.
+      const float scale = SOFTCAP ? p.scale : p.scale * LOG2E;
 #pragma unroll
-        for (int g = 0; g < NG; ++g) { sum[g] += __shfl_xor_sync(~0u, sum[g], 1); sum[g] += __shfl_xor_sync(~0u, sum[g], 2); }
+      for (int j = 0; j < 2; ++j) {
+        int source = (2 * quad + j) * 4;
+        qmul[n][j] = __shfl_sync(~0u, top, source) * (16777216.f * scale);
 #pragma unroll
-        for (int plane = 0; plane < KPER; ++plane)
-#pragma unroll
-          for (int w = 0; w < NW; ++w) {
-            const float f = inv / (float)(1 << (plane * KB));
-            const int at = plane * KROW + quad * (4 * NW) + 4 * w;
-            qf[n][plane * NW + w][0] = pack16(q[at] * f, q[at + 2] * f);
-            qf[n][plane * NW + w][1] = pack16(q[at + 1] * f, q[at + 3] * f);
-          }
-        // Column 2 quad + j of the scores is row 2 quad + j of the tile.
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          int from = (2 * quad + j) * 4;
-          qmul[n][j] = __shfl_sync(~0u, top, from) * 16777216.f;
-#pragma unroll
-          for (int g = 0; g < NG; ++g) qsum[n][g][j] = __shfl_sync(~0u, sum[g], from);
-        }
+        for (int g = 0; g < NG; ++g) qsum[n][g][j] = __shfl_sync(~0u, sum[g], source) * scale;
       }
     }
     const float k_unit = META8 ? p.k_unit[head] : 1.f, v_unit = META8 ? p.v_unit[head] : 1.f;
-    const int b0 = start / TOKENS, blocks = (last_pos + TOKENS) / TOKENS - b0;
-    const int each = (blocks + p.int_splits - 1) / p.int_splits;
-    const int from = b0 + split * each, to = min(from + each, b0 + blocks);
-    // A block that only windows can serve is skipped when they are there.
-    const int sink_end = p.sink, recent_start = last_pos - p.recent + 1;  // keys in between are packed for every row or masked
-    auto windowed = [&](int block) {
-      int lo = block * TOKENS, hi = lo + TOKENS - 1;
-      if (!(hi < sink_end || lo >= recent_start)) return false;
-      for (int key = lo; key <= hi && key <= last_pos; key += p.win_page_size < TOKENS ? p.win_page_size : TOKENS)
-        if (window_table[key / p.win_page_size] == 0) return false;
-      return true;
-    };
-    const int inner_lo = max(p.sink, last_pos - (p.sliding ? p.sliding : last_pos + 1) + 1), inner_hi = first_pos - p.recent;
-    Block cur, nxt;
-    int block = from + warp;
-    while (block < to && windowed(block)) block += WARPS;
-    if (block < to) load_block(nxt, p, page_table, head, block * TOKENS, row, quad);
-    while (block < to) {
-      cur = nxt;
-      int next = block + WARPS;
-      while (next < to && windowed(next)) next += WARPS;
-      if (next < to) load_block(nxt, p, page_table, head, next * TOKENS, row, quad);
-      int lo = block * TOKENS;
-      bool interior = lo >= inner_lo && lo + TOKENS - 1 <= inner_hi;
-      attend_block(st, vref, cur, qf, qmul, qsum, rows, p, k_unit, v_unit, interior, lo, last_pos, window_table, row);
-      block = next;
+    const int inner_lo = max(p.sink, p.sliding ? last_pos - p.sliding + 1 : 0), inner_hi = first_pos - p.recent - TOKENS + 1;
+    // K and V of the next block are loaded as soon as their registers are free, page ids one block earlier.
+    for (; block < to; block += WARPS) {
+      const int key0 = block * TOKENS, slot = (block + WARPS) * TOKENS % PAGE;
+      const bool more = block + WARPS < to;
+      const i64 page = (i64)next_page * p.page_stride;
+      Scores s;
+      score_block(s, kb, qf, qmul, qsum, rows, p, k_unit);
+      if (more) load_k(kb, at, page, slot);
+      if (block + 2 * WARPS < to) next_page = page_table[(block + 2 * WARPS) * TOKENS / PAGE];
+      if (key0 < inner_lo | key0 > inner_hi) mask_block(s, vb, rows, p, key0, last_pos, window_table, row);
+      mix_block(st, s, vb, v_unit);
+      if (more) load_v(vb, at, page, slot);
     }
-  } else {
-    u32 qf[NT][KSTEPS][2];
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < KSTEPS; ++i) {
-        const float* q = sh_q[n * 8 + row] + (i / 2) * 32 + quad * 8 + (i % 2) * 4;
-        qf[n][i][0] = pack_win(q[0], q[1]);
-        qf[n][i][1] = pack_win(q[2], q[3]);
-      }
-    // Tiles of sixteen keys: the sink, then the recent range of any row.
+    settle(st);
+  }
+  {
+    // Window tiles of sixteen keys: the sink's, then those of the recent range of any row.
     const int sink_hi = min(p.sink, last_pos + 1);
     const int sink_lo = start / 16, sink_tiles = sink_hi > start ? (sink_hi + 15) / 16 - sink_lo : 0;
-    const int recent_lo = max(max(first_pos - p.recent + 1, sink_hi > start ? (sink_lo + sink_tiles) * 16 : 0), start) / 16;
-    const int recent_tiles = max((last_pos + 16) / 16 - recent_lo, 0);
-    const int stride = WARPS * p.win_splits;
-    for (int i = (split - p.int_splits) * WARPS + warp; i < sink_tiles + recent_tiles; i += stride) {
-      int tile = i < sink_tiles ? sink_lo + i : recent_lo + i - sink_tiles;
-      attend_window(st, vref, qf, rows, p, head, tile * 16, first_pos, last_pos, window_table, row, quad);
-    }
+    const int lo = max(recent_lo / 16, sink_tiles ? sink_lo + sink_tiles : 0), recent_tiles = max(last_pos / 16 + 1 - lo, 0);
+    const int part = p.win_splits ? split - p.int_splits : split, parts = p.win_splits ? p.win_splits : p.int_splits;
+    if (part >= 0)
+      for (int i = part * WARPS + warp; i < sink_tiles + recent_tiles; i += WARPS * parts)
+        attend_window(st, sh_q, rows, p, head, (i < sink_tiles ? sink_lo + i : lo + i - sink_tiles) * 16, first_pos, last_pos,
+                      window_table, row, quad);
   }
 
-  // Warp results to shared memory, in model units but rotated: [row][channel], then maximum and sum.
+  // Merge of the warps: rows of channels, maximum and sum.
 #pragma unroll
   for (int n = 0; n < NT; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      float* o = sh_o[warp][n * 8 + 2 * quad + j];
-      float l = sum_over_rows(st.l[n][j]), low[NG];
+      const int r = n * 8 + 2 * quad + j;
+      float l = sum_over_rows(st.l[n][j]);
 #pragma unroll
-      for (int g = 0; g < NG; ++g) low[g] = sum_over_rows(st.low[n][g][j]);
-      if (packed) {
+      for (int plane = 0; plane < VPER; ++plane)
 #pragma unroll
-        for (int plane = 0; plane < VPER; ++plane)
-#pragma unroll
-          for (int v = 0; v < VL; ++v) {
-            const float f = vref * (16777216.f / (float)(1 << (plane * VB)));
-            const int at = plane * VROW + (row * VL + v) * 2;
-            o[at] = st.acc[n][plane * VL + v][j] * f + low[plane * NG / VPER];
-            o[at + 1] = st.acc[n][plane * VL + v][2 + j] * f + low[plane * NG / VPER];
-          }
-      } else {
-#pragma unroll
-        for (int i = 0; i < MTILES; ++i) {
-          const int at = (i / 4) * 64 + row * 8 + (i % 4) * 2;
-          o[at] = st.acc[n][i][j];
-          o[at + 1] = st.acc[n][i][2 + j];
-        }
-      }
-      if (row == 0) { o[D] = st.m[n][j]; o[D + 1] = l; }
+        for (int v = 0; v < VL; ++v)
+          *(float2*)&sh_o[warp][r][plane * VROW + (row * VL + v) * 2] = make_float2(st.acc[n][plane * VL + v][j], st.acc[n][plane * VL + v][2 + j]);
+      if (row == 0) { sh_m[warp][r] = st.m[n][j]; sh_l[warp][r] = l; }
     }
   __syncthreads();
-  const i64 pair = ((i64)request * gridDim.y + blockIdx.y);
-  float* mine = p.partial + (pair * splits + split) * (ROWS * (D + 2));
-  const int live = min(ROWS, total_rows - row0);
-  for (int i = threadIdx.x; i < live * D; i += 32 * WARPS) {
-    int r = i / D, c = i % D;
-    float m = NEG;
+  const i64 pair = (i64)request * gridDim.y + blockIdx.y;
+  float* partial = p.partial + pair * splits * (ROWS * D);
+  float* stats = p.stats + pair * splits * (ROWS * 2);
+  for (int i = threadIdx.x; i < live * D / 4; i += 32 * WARPS) {
+    const int r = i / (D / 4), c = i % (D / 4) * 4;
+    float m = M_START, l = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) m = fmaxf(m, sh_o[w][r][D]);
-    float o = 0.f, l = 0.f;
+    for (int w = 0; w < WARPS; ++w) m = fmaxf(m, sh_m[w][r]);
+    float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      float f = ex2(sh_o[w][r][D] - m);
-      o += sh_o[w][r][c] * f;
-      l += sh_o[w][r][D + 1] * f;
+      const float f = ex2(sh_m[w][r] - m);
+      const float4 x = *(const float4*)&sh_o[w][r][c];
+      o.x += x.x * f; o.y += x.y * f; o.z += x.z * f; o.w += x.w * f;
+      l += sh_l[w][r] * f;
     }
-    mine[r * (D + 2) + c] = o;
-    if (c == 0) { mine[r * (D + 2) + D] = m; mine[r * (D + 2) + D + 1] = l; }
-  }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) sh_last = atomicAdd(p.arrived + pair, 1) == splits - 1;
-  __syncthreads();
-  if (!sh_last) return;
-  __threadfence();
-
-  // Merge of the splits, by the last CTA.
-  const float* all = p.partial + pair * splits * (ROWS * (D + 2));
-  float(*weight)[ROWS] = (float(*)[ROWS]) & sh_o[0][0][0];   // weights of a batch of splits
-  float* total = &sh_q[0][0];                                // [ROWS][D]
-  __shared__ float sh_l[ROWS];
-  for (int r = warp; r < live; r += WARPS) {
-    float m = NEG;
-    for (int s = lane; s < splits; s += 32) m = fmaxf(m, __ldcg(all + (i64)s * (ROWS * (D + 2)) + r * (D + 2) + D));
-    for (int o = 16; o; o >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
-    float l = 0.f;
-    for (int s = lane; s < splits; s += 32) {
-      const float* x = all + (i64)s * (ROWS * (D + 2)) + r * (D + 2) + D;
-      float f = ex2(__ldcg(x) - m);
-      l += __ldcg(x + 1) * f;
-      weight[s][r] = f;
+    if (splits == 1) {
+      *(float4*)&sh_q[r][c] = o;  // the query is no longer needed
+    } else {
+      __stcg((float4*)(partial + (i64)split * (ROWS * D) + r * D + c), o);
     }
-    for (int o = 16; o; o >>= 1) l += __shfl_xor_sync(~0u, l, o);
-    __syncwarp();
-    if (lane == 0) {
-      int at = row0 + r;
-      if (p.sinks && at < total_rows) {
-        float sink = p.sinks[head * p.ratio + at % p.ratio] * LOG2E, top = fmaxf(m, sink);
-        l = l * ex2(m - top) + ex2(sink - top);
-        float f = ex2(m - top);
-        for (int s = 0; s < splits; ++s) weight[s][r] *= f;
-        m = top;
-      }
-      sh_l[r] = l;
-      if (p.lse && at < total_rows)
-        p.lse[(i64)(q0 + at / p.ratio) * p.heads * p.ratio + head * p.ratio + at % p.ratio] = l > 0.f ? (m + lg2(l)) / LOG2E : __int_as_float(0xff800000);
+    if (c == 0) {
+      if (splits > 1) __stcg((float2*)(stats + split * (ROWS * 2) + 2 * r), make_float2(m, l));
+      else sh_one[r] = make_float2(m, l);
     }
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < live * D; i += 32 * WARPS) {
-    int r = i / D, c = i % D;
-    float o = 0.f;
-#pragma unroll 8
-    for (int s = 0; s < splits; ++s) o += __ldcg(all + (i64)s * (ROWS * (D + 2)) + r * (D + 2) + c) * weight[s][r];
-    total[i] = sh_l[r] > 0.f ? o / sh_l[r] : 0.f;
+  if (splits > 1) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) sh_last = atomicAdd(p.arrived + pair, 1) == splits - 1;
+    __syncthreads();
+    if (!sh_last) return;
+    __threadfence();
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < live * D; i += 32 * WARPS) {
-    int r = i / D, c = i % D;
-    float o = total[i];
-    if (p.v_back) {
-      const u16* back = p.v_back + (i64)head * D * D + c;
-      const float* x = total + r * D;
-      o = 0.f;
-#pragma unroll 32
-      for (int e = 0; e < D; ++e) o += x[e] * __int_as_float((u32)__ldg(back + e * D) << 16);
-    }
-    if (p.v_mean) o += p.v_mean[head * D + c];
-    int at = row0 + r;
-    u32 bits = OUT_BF16 ? packb16(o, o) : pack16(o, o);
-    p.out[((i64)(q0 + at / p.ratio) * p.heads * p.ratio + head * p.ratio + at % p.ratio) * D + c] = (u16)bits;
-  }
-  if (threadIdx.x == 0) p.arrived[pair] = 0;
+  finish(p, sh_q, sh_o, sh_one, sh_m[0], partial, stats, splits, live, row0, q0, head);
+  if (threadIdx.x == 0 && splits > 1) p.arrived[pair] = 0;
 }

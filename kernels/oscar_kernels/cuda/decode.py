@@ -14,12 +14,11 @@ from oscar_kernels.cuda.nvrtc import Kernel
 
 _POINTERS = (
     "q", "k_codes", "k_meta", "v_codes", "v_meta", "k_win", "v_win", "page_table", "window_table", "query_start",
-    "lengths", "k_unit", "v_unit", "q_bias", "sinks", "v_back", "v_mean", "out", "lse", "partial", "arrived",
+    "lengths", "k_unit", "v_unit", "q_bias", "sinks", "v_back", "v_mean", "out", "lse", "partial", "stats", "arrived",
 )  # fmt: skip
 _STRIDES = ("page_stride", "head_stride", "win_page_stride", "win_head_stride", "win_token_stride")
 _INTEGERS = (
-    "page_cols", "window_cols", "page_size", "win_page_size", "heads", "ratio", "sink", "recent", "sliding",
-    "int_splits", "win_splits",
+    "page_cols", "window_cols", "heads", "ratio", "sink", "recent", "sliding", "int_splits", "win_splits",
 )  # fmt: skip
 
 
@@ -47,8 +46,9 @@ def supported(head_dim: int, k_bits: int, v_bits: int, groups: int, page_size: i
         return f"head size {head_dim} is not 64, 128 or 256"
     if groups not in (1, 2, 4) or groups > min(8 // k_bits, 8 // v_bits):
         return f"{groups} groups do not align with the planes of {k_bits}/{v_bits} bits"
-    if page_size % 32 or win_page_size % 16:
-        return f"page size {page_size} is not a multiple of 32, or window page size {win_page_size} not of 16"
+    for size, least in ((page_size, 32), (win_page_size, 16)):
+        if size < least or size & (size - 1):
+            return f"page size {size} is not a power of two of at least {least}"
     return None
 
 
@@ -59,18 +59,19 @@ def plan(batch: int, heads: int, ratio: int, max_queries: int, max_length: int, 
     row_tiles = -(-rows // (8 * per))
     pairs = batch * heads * row_tiles
     resident = 3 * sms
+    if pairs >= 2 * resident:
+        return Plan(1, 0, per, row_tiles)
     most = max(1, max_length // 512)
-    # One wave when there is little work, many small pieces when there is much, so that the last wave is short.
-    wanted = max(1, (resident - pairs) // pairs) if pairs * 2 <= resident else max(1, 4 * resident // pairs)
-    int_splits = min(most, wanted, 256)
-    return Plan(int_splits, 1 if pairs * (int_splits + 1) > sms else 2, per, row_tiles)
+    if pairs * 2 <= resident:  # one wave
+        return Plan(max(1, min(most, resident // pairs - 1, 256)), 1 if most > 16 else 4, per, row_tiles)
+    return Plan(max(1, min(most, 4 * resident // pairs)), 1, per, row_tiles)
 
 
 def workspace_size(batch: int, heads: int, head_dim: int, geometry: Plan) -> tuple[int, int]:
     """Elements of the float32 and of the int32 workspace; the latter must be zero before the first launch."""
     pairs = batch * heads * geometry.row_tiles
-    rows = 8 * geometry.row_tiles_of_8
-    return pairs * (geometry.int_splits + geometry.win_splits) * rows * (head_dim + 2), pairs
+    rows = pairs * (geometry.int_splits + geometry.win_splits) * 8 * geometry.row_tiles_of_8
+    return rows * (head_dim + 2), pairs
 
 
 @functools.cache
@@ -105,6 +106,7 @@ def decode(
     softcap: float | None = None,
     tokens: int | None = None,
     warps: int = 4,
+    min_ctas: int = 2,
 ) -> None:
     """Attend for the last queries of each request.
 
@@ -148,22 +150,23 @@ def decode(
         ("D", d), ("KB", k_bits), ("VB", v_bits), ("NG", groups), ("META8", int(meta8)),
         ("WIN_BF16", int(k_win.dtype == torch.bfloat16)), ("OUT_BF16", int(out.dtype == torch.bfloat16)),
         ("NT", geometry.row_tiles_of_8), ("TOKENS", tokens or (16 if d == 256 else 32)), ("WARPS", warps),
-        ("SOFTCAP", int(softcap is not None)),
+        ("SOFTCAP", int(softcap is not None)), ("PAGE", page_size), ("WPAGE", k_win.shape[2]), ("MIN_CTAS", min_ctas),
     )  # fmt: skip
+    splits = geometry.int_splits + geometry.win_splits
+    stats = partial[lengths.shape[0] * heads * geometry.row_tiles * splits * 8 * geometry.row_tiles_of_8 * d :]
     params = _Params()
     values = (
         q, k_codes, k_meta, v_codes, v_meta, k_win, v_win, page_table, window_table, query_start, lengths, k_unit,
-        v_unit, q_bias, sinks, v_back, v_mean, out, lse, partial, arrived,
+        v_unit, q_bias, sinks, v_back, v_mean, out, lse, partial, stats, arrived,
     )  # fmt: skip
     for name, tensor in zip(_POINTERS, values, strict=True):
         setattr(params, name, tensor.data_ptr() if tensor is not None else None)
     params.page_stride, params.head_stride = page_stride, head_stride
     params.win_page_stride, params.win_head_stride, params.win_token_stride = k_win.stride()[:3]
     params.page_cols, params.window_cols = page_table.stride(0), window_table.stride(0)
-    params.page_size, params.win_page_size = page_size, k_win.shape[2]
     params.heads, params.ratio = heads, query_heads // heads
     params.sink, params.recent, params.sliding = sink, recent, sliding_window or 0
     params.int_splits, params.win_splits = geometry.int_splits, geometry.win_splits
     params.scale, params.softcap = scale, softcap or 0.0
-    grid = (geometry.int_splits + geometry.win_splits, heads * geometry.row_tiles, lengths.shape[0])
+    grid = (splits, heads * geometry.row_tiles, lengths.shape[0])
     _kernel(defines, q.device).launch(grid, 32 * warps, params)
