@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel
 
 from oscar_serving.server.body import read_json, validate
 from oscar_serving.server.chat import ChatAnswer, chat
 from oscar_serving.server.completions import CompletionAnswer, complete
+from oscar_serving.server.dashboard import page
 from oscar_serving.server.errors import RETRY_AFTER, ApiError, bad_request
 from oscar_serving.server.metrics import CONTENT_TYPE
 from oscar_serving.server.openapi import errors, json_body
@@ -130,6 +131,12 @@ async def model(request: Request, model: str) -> Response:
     state = ServerState.of(request)
     name = state.model_name(model)
     return _json(next(card for card in _cards(state) if card.id == name))
+
+
+@router.get("/", response_class=HTMLResponse, responses=errors(401))
+async def dashboard(request: Request) -> HTMLResponse:
+    """A page for people."""
+    return page(ServerState.of(request))
 
 
 @router.get("/health", response_model=None, responses={200: {"model": HealthResponse}, **errors(503)})
