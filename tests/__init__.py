@@ -1,0 +1,1 @@
+"""Tests, as a package: folders here are called like installed packages and must not shadow them."""
