@@ -1,7 +1,8 @@
 // Decode attention over a mixed-precision paged cache: INT2/INT4 history and 16-bit windows in one launch.
 //
 // Compiled by NVRTC or nvcc with -D of the macros below; no header is included. One CTA serves (split, KV head,
-// request). Every warp walks its own blocks of TOKENS keys and keeps the packed codes in registers:
+// request). Every warp walks its own blocks of TOKENS keys, which cp.async brings into its own ring of STAGES stages of
+// shared memory: no barrier between warps, and enough bytes in flight to saturate the memory.
 //
 // * Codes become tensor-core operands without conversion. A 2-bit code masked in place inside a 16-bit lane *is* an
 //   fp16 subnormal, code * 4^plane * 2^-24, exactly. 4^-plane is folded into the query (for K) or into the output
@@ -31,7 +32,8 @@
 #define WPAGE 16     // tokens of a window page, a power of two
 #define WARPS 4
 #define SOFTCAP 0
-#define MIN_CTAS 3   // CTAs a multiprocessor that registers must allow
+#define MIN_CTAS 4   // CTAs a multiprocessor that registers must allow
+#define STAGES 4     // blocks of keys in flight a warp
 #endif
 
 typedef unsigned int u32;
@@ -109,6 +111,13 @@ __device__ __forceinline__ void mma_win(float (&c)[4], u32 a0, u32 a1, u32 a2, u
 #define pack_win pack16
 #endif
 
+__device__ __forceinline__ void copy16(u32 to_shared, const void* from) { asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to_shared), "l"(from)); }
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
+template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// Adds 1 once all that this CTA wrote (before a barrier) is visible to the GPU; sees what earlier adders published.
+__device__ __forceinline__ int arrive(int* counter) { int old; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(old) : "l"(counter) : "memory"); return old; }
+
 // Streaming loads: every byte of the cache is read once.
 __device__ __forceinline__ u32 ldg32(const void* p) { u32 r; asm("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(r) : "l"(p)); return r; }
 __device__ __forceinline__ u32 ldg16(const void* p) { u16 r; asm("ld.global.nc.L1::no_allocate.b16 %0, [%1];" : "=h"(r) : "l"(p)); return r; }
@@ -131,16 +140,59 @@ __device__ __forceinline__ void meta_pair(u32 raw, float unit, float& s, float& 
 #define META_BYTES 4
 __device__ __forceinline__ void meta_pair(u32 raw, float, float& s, float& m) { s = half_to_float(raw & 0xffffu); m = half_to_float(raw >> 16); }
 #endif
-// Metadata of one token: NG (scale, minimum) pairs.
-struct Meta { u32 raw[NG]; };
+// Shared-memory words of one lane.
+template <int N> __device__ __forceinline__ void lds(u32 (&r)[N], const u8* p) {
+  if constexpr (N == 1) r[0] = *(const u32*)p;
+  else if constexpr (N == 2) { const uint2 x = *(const uint2*)p; r[0] = x.x; r[1] = x.y; }
+  else {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) { const uint4 x = *(const uint4*)(p + 4 * i); r[i] = x.x; r[i + 1] = x.y; r[i + 2] = x.z; r[i + 3] = x.w; }
+  }
+}
+struct Meta { u32 raw[NG]; };  // (scale, minimum) of each group of one token
 __device__ __forceinline__ void load_meta(Meta& x, const u8* p) {
 #if META8
 #pragma unroll
-  for (int g = 0; g < NG; ++g) x.raw[g] = ldg16(p + 2 * g);
+  for (int g = 0; g < NG; ++g) x.raw[g] = *(const u16*)(p + 2 * g);
 #else
-  ldg<NG>(x.raw, p);
+  lds<NG>(x.raw, p);
 #endif
 }
+
+// A stage of a warp's ring: K codes, V codes, K metadata, V metadata of TOKENS keys.
+#define K_BYTES (TOKENS * KROW)
+#define V_BYTES (TOKENS * VROW)
+#define M_BYTES (TOKENS * NG * META_BYTES)
+#define STAGE_BYTES (K_BYTES + V_BYTES + 2 * M_BYTES)
+#define RING_BYTES (WARPS * STAGES * STAGE_BYTES)
+// Afterwards the same memory holds the warps' results and, where it fits, R_V^T.
+#define RESULT_BYTES (WARPS * ROWS * D * 4)
+#define BACK_IN_SHARED (D <= 128)
+#define SHARED_BYTES (ROWS * D * 4 + (RING_BYTES > RESULT_BYTES + BACK_IN_SHARED * D * D * 2 ? RING_BYTES : RESULT_BYTES + BACK_IN_SHARED * D * D * 2))
+
+extern "C" __device__ const int oscar_shared_bytes = SHARED_BYTES;  // for the launcher
+
+struct Source { const u8 *k, *v, *km, *vm; };  // this head's sections in page 0
+
+__device__ __forceinline__ void fetch(u32 stage, const Source& from, i64 page, int slot, int lane) {
+  const u8 *k = from.k + page + slot * KROW, *v = from.v + page + slot * VROW;
+  const u8 *km = from.km + page + slot * (NG * META_BYTES), *vm = from.vm + page + slot * (NG * META_BYTES);
+#pragma unroll
+  for (int c = 0; c < K_BYTES; c += 512)
+    if (K_BYTES % 512 == 0 || c + lane * 16 < K_BYTES) copy16(stage + c + lane * 16, k + c + lane * 16);
+#pragma unroll
+  for (int c = 0; c < V_BYTES; c += 512)
+    if (V_BYTES % 512 == 0 || c + lane * 16 < V_BYTES) copy16(stage + K_BYTES + c + lane * 16, v + c + lane * 16);
+#pragma unroll
+  for (int c = 0; c < M_BYTES; c += 256) {
+    const int at = c + lane % 16 * 16;
+    if (M_BYTES % 256 == 0 || at < M_BYTES) copy16(stage + K_BYTES + V_BYTES + (lane < 16 ? 0 : M_BYTES) + at, (lane < 16 ? km : vm) + at);
+  }
+}
+
+// Which token of eight the row of a fragment is: rows 2q and 2q + 1 are tokens q and q + 4, so that the lanes of one
+// load of V touch 32 different banks.
+__device__ __forceinline__ int token_of(int row) { return row / 2 + row % 2 * 4; }
 
 // Softmax state of a warp: columns 2 (lane % 4) and + 1 of each row tile. While packed keys are read, `acc` is O^T in
 // units of vref * 2^24 / 2^(plane * VB), vref a power of two above every scale of V so far.
@@ -229,34 +281,6 @@ __device__ __forceinline__ float finish_score(float x, float bias, const Params&
 #endif
 }
 
-struct KBlock { u32 code[TILES][2][NW]; Meta meta[TILES][2]; };
-struct VBlock { u32 code[TILES][4][VW]; Meta meta[TILES][2]; };
-struct Lane { const u8 *k, *v, *km, *vm; };  // this lane's first bytes in page 0, slot 0
-
-__device__ __forceinline__ void load_k(KBlock& b, const Lane& at, i64 page, int slot) {
-  const u8 *k = at.k + page + slot * KROW, *m = at.km + page + slot * (NG * META_BYTES);
-#pragma unroll
-  for (int t = 0; t < TILES; ++t)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      ldg<NW>(b.code[t][r], k + (t * 16 + 8 * r) * KROW);
-      load_meta(b.meta[t][r], m + (t * 16 + 8 * r) * (NG * META_BYTES));
-    }
-}
-__device__ __forceinline__ void load_v(VBlock& b, const Lane& at, i64 page, int slot) {
-  const u8 *v = at.v + page + slot * VROW, *m = at.vm + page + slot * (NG * META_BYTES);
-#pragma unroll
-  for (int t = 0; t < TILES; ++t) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const u8* from = v + (t * 16 + (j & 1) + 8 * (j >> 1)) * VROW;
-      if constexpr (VL == 1) b.code[t][j][0] = ldg16(from); else ldg<VW>(b.code[t][j], from);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) load_meta(b.meta[t][r], m + (t * 16 + 8 * r) * (NG * META_BYTES));
-  }
-}
-
 #define KMASK(plane) ((KB == 2 ? 0x00030003u : 0x000f000fu) << ((plane) * KB))
 #define VMASK(plane) ((VB == 2 ? 0x00030003u : 0x000f000fu) << ((plane) * VB))
 
@@ -264,74 +288,77 @@ typedef float Scores[NT][TILES][4];
 
 // Scores of one block. qf: query fragments, normalised; qmul: back to the query's scale (2^24 and the softmax scale
 // included); qsum: scaled sum of the query over each group.
-__device__ __forceinline__ void score_block(Scores& s, const KBlock& b, const u32 (&qf)[NT][KSTEPS][2],
+__device__ __forceinline__ void score_block(Scores& s, const u8* stage, const u32 (&qf)[NT][KSTEPS][2],
                                             const float (&qmul)[NT][2], const float (&qsum)[NT][NG][2], const Rows& rows,
-                                            const Params& p, float k_unit) {
+                                            const Params& p, float k_unit, int token, int quad) {
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
-    float dot[NT][NG][4];
+    u32 code[2][NW];
+    Meta meta[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      lds<NW>(code[r], stage + (t * 16 + 8 * r + token) * KROW + quad * (4 * NW));
+      load_meta(meta[r], stage + K_BYTES + V_BYTES + (t * 16 + 8 * r + token) * (NG * META_BYTES));
+    }
+    float dot[NT][NG][2][4];  // two chains a group: half the latency
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int g = 0; g < NG; ++g)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) dot[n][g][j] = 0.f;
+        for (int j = 0; j < 8; ++j) dot[n][g][j / 4][j % 4] = 0.f;
 #pragma unroll
     for (int plane = 0; plane < KPER; ++plane)
 #pragma unroll
       for (int w = 0; w < NW; ++w) {
-        u32 lo = b.code[t][0][w], hi = b.code[t][1][w];
+        u32 lo = code[0][w], hi = code[1][w];
         u32 a0 = lo & KMASK(plane), a1 = hi & KMASK(plane);
         u32 a2 = (lo >> 8) & KMASK(plane), a3 = (hi >> 8) & KMASK(plane);
         const int i = plane * NW + w;
 #pragma unroll
-        for (int n = 0; n < NT; ++n) mma_f16(dot[n][plane * NG / KPER], a0, a1, a2, a3, qf[n][i][0], qf[n][i][1]);
+        for (int n = 0; n < NT; ++n) mma_f16(dot[n][plane * NG / KPER][i & 1], a0, a1, a2, a3, qf[n][i][0], qf[n][i][1]);
       }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float scale[NG], low[NG];
 #pragma unroll
-      for (int g = 0; g < NG; ++g) meta_pair(b.meta[t][r].raw[g], k_unit, scale[g], low[g]);
+      for (int g = 0; g < NG; ++g) meta_pair(meta[r].raw[g], k_unit, scale[g], low[g]);
 #pragma unroll
       for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float x = rows.bias[n][j];
 #pragma unroll
-          for (int g = 0; g < NG; ++g) x += low[g] * qsum[n][g][j] + dot[n][g][2 * r + j] * (scale[g] * qmul[n][j]);
+          for (int g = 0; g < NG; ++g) x += low[g] * qsum[n][g][j] + (dot[n][g][0][2 * r + j] + dot[n][g][1][2 * r + j]) * (scale[g] * qmul[n][j]);
           s[n][t][2 * r + j] = finish_score(x, 0.f, p);
         }
     }
   }
 }
 
-// Scores of keys that this store does not serve, or that a row does not see. What lies behind the end was never
-// written: its metadata must not reach a product, not even with weight 0.
-__device__ __forceinline__ void mask_block(Scores& s, VBlock& b, const Rows& rows, const Params& p, int key0, int last_pos,
-                                           const int* window_table, int row) {
+// Scores of keys that this store does not serve, or that a row does not see.
+__device__ __forceinline__ void mask_block(Scores& s, const Rows& rows, const Params& p, int key0, int last_pos,
+                                           const int* window_table, int token) {
 #pragma unroll
   for (int t = 0; t < TILES; ++t)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      int key = key0 + t * 16 + row + 8 * r;
-      bool behind = key > last_pos;
-      if (behind)
-#pragma unroll
-        for (int g = 0; g < NG; ++g) b.meta[t][r].raw[g] = 0;
-      bool there = !behind && window_table[key / WPAGE] != 0;
+      const int key = key0 + t * 16 + 8 * r + token;
+      const bool there = key <= last_pos && window_table[key / WPAGE] != 0;
 #pragma unroll
       for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          int pos = rows.pos[n][j];
-          bool window = there & ((key < p.sink) | (key > pos - p.recent));
+          const int pos = rows.pos[n][j];
+          const bool window = there & ((key < p.sink) | (key > pos - p.recent));
           if (key > pos | window | (p.sliding && key <= pos - p.sliding)) s[n][t][2 * r + j] = NEG;
         }
     }
 }
 
-// Probabilities of a block and their product with V.
-__device__ __forceinline__ void mix_block(State& st, Scores& s, const VBlock& b, float v_unit) {
+// Probabilities of a block and their product with V. `end`: keys of the block from there on were never written; their
+// metadata must not reach a product, not even with weight 0.
+__device__ __forceinline__ void mix_block(State& st, Scores& s, const u8* stage, float v_unit, int end, int token, int row, int quad) {
   float top[NT][2], vmax = 0.f, vs[TILES][2][NG], vl[TILES][2][NG];
 #pragma unroll
   for (int n = 0; n < NT; ++n)
@@ -345,11 +372,16 @@ __device__ __forceinline__ void mix_block(State& st, Scores& s, const VBlock& b,
   for (int t = 0; t < TILES; ++t)
 #pragma unroll
     for (int r = 0; r < 2; ++r)
+    {
+      const int at = t * 16 + 8 * r + token;
+      Meta meta;
+      load_meta(meta, stage + K_BYTES + V_BYTES + M_BYTES + at * (NG * META_BYTES));
 #pragma unroll
       for (int g = 0; g < NG; ++g) {
-        meta_pair(b.meta[t][r].raw[g], v_unit, vs[t][r][g], vl[t][r][g]);
+        meta_pair(at < end ? meta.raw[g] : 0, v_unit, vs[t][r][g], vl[t][r][g]);
         vmax = fmaxf(vmax, vs[t][r][g]);
       }
+    }
   rescale(st, top, vmax);
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
@@ -373,12 +405,18 @@ __device__ __forceinline__ void mix_block(State& st, Scores& s, const VBlock& b,
         for (int g = 0; g < NG; ++g) pb[n][g][r] = transpose8x8(pack16(pr[0] * f[g], pr[1] * f[g]));
       }
     }
+    u32 code[4][VW];  // rows 2 quad, 2 quad + 1, and the same of the upper eight
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const u8* at = stage + K_BYTES + (t * 16 + quad + j % 2 * 4 + j / 2 * 8) * VROW + row * (2 * VL);
+      if constexpr (VL == 1) code[j][0] = *(const u16*)at; else lds<VW>(code[j], at);
+    }
 #pragma unroll
     for (int l = 0; l < VL; ++l) {
-      // Token pairs (2q, 2q+1) and (2q+8, 2q+9) of 16-bit lane l side by side.
+      // 16-bit lane l of two tokens side by side.
       const u32 select = (l & 1) ? 0x7632u : 0x5410u;
-      u32 x = prmt(b.code[t][0][l / 2], b.code[t][1][l / 2], select);
-      u32 y = prmt(b.code[t][2][l / 2], b.code[t][3][l / 2], select);
+      u32 x = prmt(code[0][l / 2], code[1][l / 2], select);
+      u32 y = prmt(code[2][l / 2], code[3][l / 2], select);
 #pragma unroll
       for (int plane = 0; plane < VPER; ++plane) {
         u32 a0 = x & VMASK(plane), a1 = (x >> 8) & VMASK(plane), a2 = y & VMASK(plane), a3 = (y >> 8) & VMASK(plane);
@@ -481,11 +519,17 @@ __device__ __forceinline__ void attend_window(State& st, const float (*sh_q)[D],
   }
 }
 
-// Merge of the splits (unless this CTA did all), learned sinks, LSE, rotation back, output. `o` holds the unnormalised
-// rows when there is one split; `scratch` is free.
-__device__ __forceinline__ void finish(const Params& p, float (*o)[D], float (*scratch)[ROWS][D], const float2* one, float* factor_of,
-                                       const float* partial, const float* stats, int splits, int live, int row0, int q0, int head) {
+// Merge of the splits (unless this CTA did all), learned sinks, LSE, rotation back, output. `o`: the unnormalised rows
+// when there is one split. `scratch`: one row set a warp, free. `back`: room for R_V^T, free.
+__device__ __forceinline__ void finish(const Params& p, float (*o)[D], float (*scratch)[ROWS][D], u16* back, const float2* one,
+                                       float* factor_of, const float* partial, const float* stats, int splits, int live,
+                                       int row0, int q0, int head) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, query_heads = p.heads * p.ratio;
+  const u16* rotation = p.v_back + (i64)head * D * D;
+  if (BACK_IN_SHARED && p.v_back) {  // on its way while the splits are merged
+    for (int i = threadIdx.x; i < D * D / 8; i += 32 * WARPS) copy16(shared_address(back + 8 * i), rotation + 8 * i);
+    commit();
+  }
   float(*weight)[ROWS] = (float(*)[ROWS]) & scratch[0][0][0];  // [splits][ROWS]
   __syncthreads();
   for (int r = warp; r < live; r += WARPS) {
@@ -494,17 +538,30 @@ __device__ __forceinline__ void finish(const Params& p, float (*o)[D], float (*s
       m = one[r].x;
       l = one[r].y;
     } else {
-      for (int s = lane; s < splits; s += 32) m = fmaxf(m, __ldcg(stats + s * (ROWS * 2) + 2 * r));
-      for (int d = 16; d; d >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-      for (int s = lane; s < splits; s += 32) {
-        const float2 x = __ldcg((const float2*)(stats + s * (ROWS * 2) + 2 * r));
-        const float f = ex2(x.x - m);
-        l += x.y * f;
-        weight[s][r] = f;
+      float2 x[4];
+      for (int s0 = 0; s0 < splits; s0 += 128) {
+        float top = m;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int s = s0 + 32 * i + lane;
+          x[i] = s < splits ? __ldcg((const float2*)(stats + s * (ROWS * 2) + 2 * r)) : make_float2(M_START, 0.f);
+          top = fmaxf(top, x[i].x);
+        }
+        for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+        const float f = ex2(m - top);
+        l *= f;
+        for (int s = lane; s < s0; s += 32) weight[s][r] *= f;
+        m = top;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int s = s0 + 32 * i + lane;
+          const float w = ex2(x[i].x - m);
+          l += x[i].y * w;
+          if (s < splits) weight[s][r] = w;
+        }
       }
       for (int d = 16; d; d >>= 1) l += __shfl_xor_sync(~0u, l, d);
     }
-    __syncwarp();
     if (lane == 0) {
       const int q_head = head * p.ratio + (row0 + r) % p.ratio;
       float factor = 1.f;
@@ -534,51 +591,47 @@ __device__ __forceinline__ void finish(const Params& p, float (*o)[D], float (*s
     const float f = factor_of[r];
     *(float4*)&o[r][c] = make_float4(x.x * f, x.y * f, x.z * f, x.w * f);
   }
+  wait<0>();
   __syncthreads();
   if (p.v_back) {
-    // o = o' R_V^T. A warp takes a share of the cache channels and all model channels, four (or two) a lane.
-    const int wide = D / 32;
-    float sum[ROWS][D / 32];
+    // o = o' R_V^T. A warp takes a share of the cache channels and all model channels, two a lane and pass.
+    const u16* from = BACK_IN_SHARED ? back : rotation;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
+    for (int pass = 0; pass < D / 64; ++pass) {
+      float sum[ROWS][2];
 #pragma unroll
-      for (int j = 0; j < wide; ++j) sum[r][j] = 0.f;
-    const u16* back = p.v_back + (i64)head * D * D + (i64)warp * (D / WARPS) * D + lane * wide;
-#pragma unroll 16
-    for (int e = 0; e < D / WARPS; ++e) {
-      u32 raw[(D / 64)];
-      ldg<D / 64>(raw, back + e * D);
+      for (int r = 0; r < ROWS; ++r) sum[r][0] = sum[r][1] = 0.f;
+#pragma unroll 8
+      for (int e = warp * (D / WARPS); e < (warp + 1) * (D / WARPS); ++e) {
+        const u32 raw = *(const u32*)(from + e * D + pass * 64 + lane * 2);
+        const float lo = __int_as_float(raw << 16), hi = __int_as_float(raw & 0xffff0000u);
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r)
-        if (r < live) {
-          const float x = o[r][warp * (D / WARPS) + e];
-#pragma unroll
-          for (int j = 0; j < wide / 2; ++j) {
-            sum[r][2 * j] += x * __int_as_float(raw[j] << 16);
-            sum[r][2 * j + 1] += x * __int_as_float(raw[j] & 0xffff0000u);
-          }
+        for (int r = 0; r < ROWS; ++r) {
+          const float x = o[r][e];  // rows from `live` on hold something finite
+          sum[r][0] += x * lo;
+          sum[r][1] += x * hi;
         }
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) *(float2*)&scratch[warp][r][pass * 64 + lane * 2] = make_float2(sum[r][0], sum[r][1]);
     }
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-      if (r < live)
-#pragma unroll
-        for (int j = 0; j < wide; ++j) scratch[warp][r][lane * wide + j] = sum[r][j];
     __syncthreads();
   }
   for (int i = threadIdx.x; i < live * D / 2; i += 32 * WARPS) {
     const int r = i / (D / 2), c = i % (D / 2) * 2;
-    float x = 0.f, y = 0.f;
+    float2 x = *(float2*)&o[r][c];
     if (p.v_back) {
+      x = make_float2(0.f, 0.f);
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) { x += scratch[w][r][c]; y += scratch[w][r][c + 1]; }
-    } else {
-      x = o[r][c];
-      y = o[r][c + 1];
+      for (int w = 0; w < WARPS; ++w) {
+        const float2 y = *(float2*)&scratch[w][r][c];
+        x.x += y.x;
+        x.y += y.y;
+      }
     }
-    if (p.v_mean) { x += p.v_mean[head * D + c]; y += p.v_mean[head * D + c + 1]; }
+    if (p.v_mean) { x.x += p.v_mean[head * D + c]; x.y += p.v_mean[head * D + c + 1]; }
     const int at = row0 + r;
-    *(u32*)(p.out + ((i64)(q0 + at / p.ratio) * query_heads + head * p.ratio + at % p.ratio) * D + c) = OUT_BF16 ? packb16(x, y) : pack16(x, y);
+    *(u32*)(p.out + ((i64)(q0 + at / p.ratio) * query_heads + head * p.ratio + at % p.ratio) * D + c) = OUT_BF16 ? packb16(x.x, x.y) : pack16(x.x, x.y);
   }
 }
 
@@ -594,8 +647,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
   const int* page_table = p.page_table + (i64)request * p.page_cols;
   const int* window_table = p.window_table + (i64)request * p.window_cols;
 
-  __shared__ __align__(16) float sh_q[ROWS][D];
-  __shared__ __align__(16) float sh_o[WARPS][ROWS][D];
+  extern __shared__ __align__(128) u8 shared[];
+  float(*sh_q)[D] = (float(*)[D])shared;
+  u8* ring = shared + ROWS * D * 4 + warp * (STAGES * STAGE_BYTES);
+  float(*sh_o)[ROWS][D] = (float(*)[ROWS][D])(shared + ROWS * D * 4);
   __shared__ float sh_m[WARPS][ROWS], sh_l[WARPS][ROWS];
   __shared__ float2 sh_one[ROWS];  // maximum and sum when there is one split
   __shared__ int sh_last;
@@ -605,35 +660,40 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
   const int last_pos = length - queries + (row0 + live - 1) / p.ratio;
   const int start = p.sliding && first_pos - p.sliding + 1 > 0 ? first_pos - p.sliding + 1 : 0;
   const int recent_lo = max(first_pos - p.recent + 1, start);
-  bool whole = true;  // every window page that a row would read is there
-  for (int c = start / WPAGE + threadIdx.x; c <= (min(p.sink, length) - 1) / WPAGE; c += 32 * WARPS) whole &= window_table[c] != 0;
-  for (int c = recent_lo / WPAGE + threadIdx.x; c <= last_pos / WPAGE; c += 32 * WARPS) whole &= window_table[c] != 0;
+  // Blocks of packed keys that only this store serves, when every window page is there; the rest in a second pass.
+  const int lo_key = max(start, p.sink), hi_key = last_pos - p.recent;
+  const int b0 = lo_key / TOKENS, blocks = hi_key >= lo_key ? hi_key / TOKENS + 1 - b0 : 0;
+  const int each = (blocks + p.int_splits - 1) / p.int_splits;
+  const int from = b0 + min(split * each, blocks), to = split < p.int_splits ? min(from + each, b0 + blocks) : from;
+
+  const i64 head_at = (i64)head * p.head_stride;
+  const Source source = {p.k_codes + head_at, p.v_codes + head_at, p.k_meta + head_at, p.v_meta + head_at};
+  const u32 ring_at = shared_address(ring);
+  // Page ids of a warp's next 32 blocks, one a lane.
+  auto pages_from = [&](int block, int end, int step) {
+    const int mine = block + lane * step;
+    return mine < end ? page_table[mine * TOKENS / PAGE] : 0;
+  };
+  int ids = pages_from(from + warp, to, WARPS);
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) {  // on their way while the query is prepared
+    const int block = from + warp + i * WARPS;
+    const i64 page = (i64)__shfl_sync(~0u, ids, i) * p.page_stride;
+    if (block < to) fetch(ring_at + i * STAGE_BYTES, source, page, block * TOKENS % PAGE, lane);
+    commit();
+  }
   // Query row r is query r / ratio, head r % ratio of the group.
   for (int i = threadIdx.x; i < ROWS * D; i += 32 * WARPS) {
     int r = row0 + i / D;
     sh_q[i / D][i % D] = r < total_rows ? p.q[((i64)(q0 + r / p.ratio) * query_heads + head * p.ratio + r % p.ratio) * D + i % D] : 0.f;
   }
-  whole = __syncthreads_and(whole);
-  const int packed_lo = max(start, whole ? p.sink : 0), packed_hi = whole ? last_pos - p.recent : last_pos;
-  const int b0 = packed_lo / TOKENS, blocks = packed_hi >= packed_lo ? packed_hi / TOKENS + 1 - b0 : 0;
-  const int each = (blocks + p.int_splits - 1) / p.int_splits;
-  const int from = b0 + min(split * each, blocks), to = split < p.int_splits ? min(from + each, b0 + blocks) : from;
-
-  const i64 head_at = (i64)head * p.head_stride;
-  Lane at;
-  at.k = p.k_codes + head_at + row * KROW + quad * (4 * NW);
-  at.v = p.v_codes + head_at + 2 * quad * VROW + row * (2 * VL);
-  at.km = p.k_meta + head_at + row * (NG * META_BYTES);
-  at.vm = p.v_meta + head_at + row * (NG * META_BYTES);
-  KBlock kb;
-  VBlock vb;
-  int block = from + warp, next_page = 0;
-  if (block < to) {  // on their way while the query is prepared
-    i64 page = (i64)page_table[block * TOKENS / PAGE] * p.page_stride;
-    load_k(kb, at, page, block * TOKENS % PAGE);
-    load_v(vb, at, page, block * TOKENS % PAGE);
-    if (block + WARPS < to) next_page = page_table[(block + WARPS) * TOKENS / PAGE];
+  const int part = p.win_splits ? split - p.int_splits : split, parts = p.win_splits ? p.win_splits : p.int_splits;
+  bool whole = true;  // every window page that a row would read is there
+  if (part >= 0) {
+    for (int c = start / WPAGE + threadIdx.x; c <= (min(p.sink, length) - 1) / WPAGE; c += 32 * WARPS) whole &= window_table[c] != 0;
+    for (int c = recent_lo / WPAGE + threadIdx.x; c <= last_pos / WPAGE; c += 32 * WARPS) whole &= window_table[c] != 0;
   }
+  whole = __syncthreads_and(whole);
 
   Rows rows;
 #pragma unroll
@@ -649,7 +709,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
 
   State st;
   reset(st);
-  if (from < to) {
+  if (from < to || !whole) {
     u32 qf[NT][KSTEPS][2];
     float qmul[NT][2], qsum[NT][NG][2];
 #pragma unroll
@@ -691,18 +751,43 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
     }
     const float k_unit = META8 ? p.k_unit[head] : 1.f, v_unit = META8 ? p.v_unit[head] : 1.f;
     const int inner_lo = max(p.sink, p.sliding ? last_pos - p.sliding + 1 : 0), inner_hi = first_pos - p.recent - TOKENS + 1;
-    // K and V of the next block are loaded as soon as their registers are free, page ids one block earlier.
-    for (; block < to; block += WARPS) {
-      const int key0 = block * TOKENS, slot = (block + WARPS) * TOKENS % PAGE;
-      const bool more = block + WARPS < to;
-      const i64 page = (i64)next_page * p.page_stride;
-      Scores s;
-      score_block(s, kb, qf, qmul, qsum, rows, p, k_unit);
-      if (more) load_k(kb, at, page, slot);
-      if (block + 2 * WARPS < to) next_page = page_table[(block + 2 * WARPS) * TOKENS / PAGE];
-      if (key0 < inner_lo | key0 > inner_hi) mask_block(s, vb, rows, p, key0, last_pos, window_table, row);
-      mix_block(st, s, vb, v_unit);
-      if (more) load_v(vb, at, page, slot);
+    const int token = token_of(row);
+    // Pass 0: the keys of this split. Passes 1 and 2, when window pages are missing: blocks before and behind.
+    for (int pass = 0; pass < (whole ? 1 : 3); ++pass) {
+      int first = from + warp, end = to, step = WARPS;
+      if (pass) {
+        const int lo = pass == 1 ? start / TOKENS : max(b0 + blocks, start / TOKENS);
+        end = pass == 1 ? min(b0, last_pos / TOKENS + 1) : last_pos / TOKENS + 1;
+        first = lo + part * WARPS + warp;
+        step = WARPS * parts;
+        ids = pages_from(first, end, step);
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; ++i) {
+          const i64 page = (i64)__shfl_sync(~0u, ids, i) * p.page_stride;
+          if (first + i * step < end) fetch(ring_at + i * STAGE_BYTES, source, page, (first + i * step) * TOKENS % PAGE, lane);
+          commit();
+        }
+      }
+      int stage = 0;
+      for (int i = 0, block = first; block < end; ++i, block += step) {
+        wait<STAGES - 2>();
+        __syncwarp();
+        const u8* keys = ring + stage * STAGE_BYTES;
+        const int key0 = block * TOKENS, ahead = block + (STAGES - 1) * step;
+        if ((i + STAGES - 1) % 32 == 0) ids = pages_from(ahead, end, step);
+        const i64 page = (i64)__shfl_sync(~0u, ids, (i + STAGES - 1) % 32) * p.page_stride;
+        // The stage read last time is free: every lane has passed the barrier above.
+        const int free_stage = stage == 0 ? STAGES - 1 : stage - 1;
+        if (ahead < end) fetch(ring_at + free_stage * STAGE_BYTES, source, page, ahead * TOKENS % PAGE, lane);
+        commit();
+        Scores s;
+        score_block(s, keys, qf, qmul, qsum, rows, p, k_unit, token, quad);
+        if (key0 < inner_lo | key0 > inner_hi) mask_block(s, rows, p, key0, last_pos, window_table, token);
+        mix_block(st, s, keys, v_unit, last_pos + 1 - key0, token, row, quad);
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+      }
+      wait<0>();
+      __syncwarp();
     }
     settle(st);
   }
@@ -711,7 +796,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
     const int sink_hi = min(p.sink, last_pos + 1);
     const int sink_lo = start / 16, sink_tiles = sink_hi > start ? (sink_hi + 15) / 16 - sink_lo : 0;
     const int lo = max(recent_lo / 16, sink_tiles ? sink_lo + sink_tiles : 0), recent_tiles = max(last_pos / 16 + 1 - lo, 0);
-    const int part = p.win_splits ? split - p.int_splits : split, parts = p.win_splits ? p.win_splits : p.int_splits;
     if (part >= 0)
       for (int i = part * WARPS + warp; i < sink_tiles + recent_tiles; i += WARPS * parts)
         attend_window(st, sh_q, rows, p, head, (i < sink_tiles ? sink_lo + i : lo + i - sink_tiles) * 16, first_pos, last_pos,
@@ -719,6 +803,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
   }
 
   // Merge of the warps: rows of channels, maximum and sum.
+  __syncthreads();  // the ring is no longer needed
 #pragma unroll
   for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -760,13 +845,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
     }
   }
   if (splits > 1) {
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) sh_last = atomicAdd(p.arrived + pair, 1) == splits - 1;
+    if (threadIdx.x == 0) sh_last = arrive(p.arrived + pair) == splits - 1;
     __syncthreads();
     if (!sh_last) return;
-    __threadfence();
   }
-  finish(p, sh_q, sh_o, sh_one, sh_m[0], partial, stats, splits, live, row0, q0, head);
+  finish(p, sh_q, sh_o, (u16*)(shared + ROWS * D * 4 + RESULT_BYTES), sh_one, sh_m[0], partial, stats, splits, live, row0, q0, head);
   if (threadIdx.x == 0 && splits > 1) p.arrived[pair] = 0;
 }

@@ -107,6 +107,7 @@ def decode(
     tokens: int | None = None,
     warps: int = 4,
     min_ctas: int = 2,
+    stages: int = 4,
 ) -> None:
     """Attend for the last queries of each request.
 
@@ -150,7 +151,7 @@ def decode(
         ("D", d), ("KB", k_bits), ("VB", v_bits), ("NG", groups), ("META8", int(meta8)),
         ("WIN_BF16", int(k_win.dtype == torch.bfloat16)), ("OUT_BF16", int(out.dtype == torch.bfloat16)),
         ("NT", geometry.row_tiles_of_8), ("TOKENS", tokens or (16 if d == 256 else 32)), ("WARPS", warps),
-        ("SOFTCAP", int(softcap is not None)), ("PAGE", page_size), ("WPAGE", k_win.shape[2]), ("MIN_CTAS", min_ctas),
+        ("SOFTCAP", int(softcap is not None)), ("PAGE", page_size), ("WPAGE", k_win.shape[2]), ("MIN_CTAS", min_ctas), ("STAGES", stages),
     )  # fmt: skip
     splits = geometry.int_splits + geometry.win_splits
     stats = partial[lengths.shape[0] * heads * geometry.row_tiles * splits * 8 * geometry.row_tiles_of_8 * d :]

@@ -14,6 +14,11 @@ from pathlib import Path
 import torch
 
 
+#: Constant of each kernel's source: bytes of dynamic shared memory a block.
+SHARED_BYTES = b"oscar_shared_bytes"
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
 class CudaError(RuntimeError):
     """A call of NVRTC or of the CUDA driver failed."""
 
@@ -88,16 +93,25 @@ class Kernel:
 
     def __init__(self, source: str, name: str, defines: dict[str, int], device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
-        options = (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines.items()))
+        macros = (f"-D{k}={v}" for k, v in defines.items())
+        options = (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *macros)
         code = compile_cubin(source, options)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes PyTorch's context current
             module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
             _check(_driver().cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
             _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), name)
+            at, size, shared = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
+            _check(_driver().cuModuleGetGlobal_v2(ctypes.byref(at), ctypes.byref(size), module, SHARED_BYTES), name)
+            _check(_driver().cuMemcpyDtoH_v2(ctypes.byref(shared), at, size), "cuMemcpyDtoH")
+            self._shared = shared.value
+            _check(_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, self._shared), f"{name}: shared memory")
 
     def launch(self, grid: tuple[int, int, int], threads: int, params: ctypes.Structure) -> None:
         """Enqueue on the current stream (also under graph capture)."""
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(_driver().cuLaunchKernel(self._function, *grid, threads, 1, 1, 0, stream, argument, None), "cuLaunchKernel")
+        failed = _driver().cuLaunchKernel(
+            self._function, *grid, threads, 1, 1, self._shared, stream, argument, None
+        )
+        _check(failed, "cuLaunchKernel")
