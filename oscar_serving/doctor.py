@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 from dataclasses import asdict, dataclass, field
@@ -80,8 +81,6 @@ def diagnose() -> Report:
             report.versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if sys.version_info < (3, 11):
-        report.problems.append(f"Python {report.python} is too old: install 3.11 or newer")
     for needed in ("transformers", "fastapi", "uvicorn"):
         if needed not in report.versions:
             report.hints.append(
@@ -131,11 +130,16 @@ def _look_at_artifacts(report: Report) -> None:
     from oscar_serving.calibration.find import known_artifacts
 
     try:
-        for folder in known_artifacts():
+        folders = list(known_artifacts())
+    except ArtifactError as error:
+        report.problems.append(str(error))
+        return
+    for folder in folders:
+        try:
             artifact = Artifact.load(folder)
             report.artifacts.append(f"{artifact.model_id} ({artifact.fingerprint[:12]})")
-    except (ArtifactError, OSError) as error:
-        report.problems.append(str(error))
+        except (ArtifactError, OSError) as error:
+            report.problems.append(str(error))
 
 
 def _look_at_model_cache(report: Report) -> None:

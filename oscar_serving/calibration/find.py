@@ -40,7 +40,7 @@ def find_artifact(model: Path | str, choice: Path | str = "auto") -> Path:
     model = Path(model).expanduser()
     names = _names(model)
     digest = weights_digest(model)
-    places = list(_folders(model))
+    places = list(known_artifacts(model))
     for folder in places:
         made_for = read_header(folder)["metadata"].get("model", {})
         same_weights = digest is not None and made_for.get("weights_digest") == digest
@@ -68,12 +68,13 @@ def _names(model: Path) -> set[str]:
     return names - {""}
 
 
-def _folders(model: Path) -> Iterator[Path]:
+def known_artifacts(model: Path | None = None) -> Iterator[Path]:
+    """Folders that ``auto`` chooses from: the model's own, those of ``$OSCAR_ARTIFACTS``, the shipped ones."""
     listed = [Path(p).expanduser() for p in os.environ.get(SEARCH_VARIABLE, "").split(os.pathsep) if p]
     for place in listed:
         if not place.is_dir():
             raise ArtifactError(f"${SEARCH_VARIABLE}: {place} is not a folder")
-    for place in (model, *listed, shipped_artifacts()):
+    for place in (*([model] if model else []), *listed, shipped_artifacts()):
         if (place / FILE_NAME).is_file():
             yield place
         yield from sorted(p.parent for p in place.glob(f"*/{FILE_NAME}"))
