@@ -69,12 +69,13 @@ def _names(model: Path) -> set[str]:
 
 
 def known_artifacts(model: Path | None = None) -> Iterator[Path]:
-    """Folders that ``auto`` chooses from: the model's own, those of ``$OSCAR_ARTIFACTS``, the shipped ones."""
+    """Folders that ``auto`` chooses from: the model's own, ``$OSCAR_ARTIFACTS``' and the shipped ones."""
     listed = [Path(p).expanduser() for p in os.environ.get(SEARCH_VARIABLE, "").split(os.pathsep) if p]
+    own = [model] if model else []
     for place in listed:
         if not place.is_dir():
             raise ArtifactError(f"${SEARCH_VARIABLE}: {place} is not a folder")
-    for place in (*([model] if model else []), *listed, shipped_artifacts()):
+    for place in (*own, *listed, shipped_artifacts()):
         if (place / FILE_NAME).is_file():
             yield place
         yield from sorted(p.parent for p in place.glob(f"*/{FILE_NAME}"))
