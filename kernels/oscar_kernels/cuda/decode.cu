@@ -107,9 +107,18 @@ __device__ __forceinline__ void mma_win(float (&c)[4], u32 a0, u32 a1, u32 a2, u
 }
 #if WIN_BF16
 #define pack_win packb16
+__device__ __forceinline__ float low_of(u32 x) { return __int_as_float(x << 16); }
+__device__ __forceinline__ float high_of(u32 x) { return __int_as_float(x & 0xffff0000u); }
 #else
 #define pack_win pack16
+__device__ __forceinline__ float low_of(u32 x) { return half_to_float(x & 0xffffu); }
+__device__ __forceinline__ float high_of(u32 x) { return half_to_float(x >> 16); }
 #endif
+// A pair of floats as the sum of two 16-bit pairs: window keys are few, so exactness costs little.
+__device__ __forceinline__ void split_win(float a, float b, u32& hi, u32& lo) {
+  hi = pack_win(a, b);
+  lo = pack_win(a - low_of(hi), b - high_of(hi));
+}
 
 __device__ __forceinline__ void copy16(u32 to_shared, const void* from) { asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to_shared), "l"(from)); }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
@@ -481,11 +490,15 @@ __device__ __forceinline__ void attend_window(State& st, const float (*sh_q)[D],
   float s[NT][4], top[NT][2];
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
-    float dot[4] = {0.f, 0.f, 0.f, 0.f};
+    float dot[4] = {0.f, 0.f, 0.f, 0.f}, rest[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < KSTEPS; ++i) {
+      u32 b0, b1, r0, r1;
       const float4 q = *(const float4*)(sh_q[n * 8 + row] + (i / 2) * 32 + quad * 8 + (i % 2) * 4);
-      mma_win(dot, kr[0][2 * i], kr[1][2 * i], kr[0][2 * i + 1], kr[1][2 * i + 1], pack_win(q.x, q.y), pack_win(q.z, q.w));
+      split_win(q.x, q.y, b0, r0);
+      split_win(q.z, q.w, b1, r1);
+      mma_win(dot, kr[0][2 * i], kr[1][2 * i], kr[0][2 * i + 1], kr[1][2 * i + 1], b0, b1);
+      mma_win(rest, kr[0][2 * i], kr[1][2 * i], kr[0][2 * i + 1], kr[1][2 * i + 1], r0, r1);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -493,7 +506,7 @@ __device__ __forceinline__ void attend_window(State& st, const float (*sh_q)[D],
       for (int j = 0; j < 2; ++j) {
         int key = key0 + row + 8 * r, pos = rows.pos[n][j];
         bool seen = key <= pos & ((key < p.sink) | (key > pos - p.recent)) & !(p.sliding && key <= pos - p.sliding);
-        s[n][2 * r + j] = seen ? finish_score(dot[2 * r + j] * (SOFTCAP ? p.scale : p.scale * LOG2E), rows.bias[n][j], p) : NEG;
+        s[n][2 * r + j] = seen ? finish_score((dot[2 * r + j] + rest[2 * r + j]) * (SOFTCAP ? p.scale : p.scale * LOG2E), rows.bias[n][j], p) : NEG;
       }
 #pragma unroll
     for (int j = 0; j < 2; ++j) top[n][j] = fmaxf(s[n][j], s[n][2 + j]);
@@ -501,7 +514,7 @@ __device__ __forceinline__ void attend_window(State& st, const float (*sh_q)[D],
   rescale(st, top, 0.f);
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
-    u32 pb[2];
+    u32 pb[2], rest[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float pr[2];
@@ -510,12 +523,17 @@ __device__ __forceinline__ void attend_window(State& st, const float (*sh_q)[D],
         pr[j] = ex2(s[n][2 * r + j] - st.m[n][j]);
         st.l[n][j] += pr[j];
       }
-      pb[r] = transpose8x8(pack_win(pr[0], pr[1]));
+      split_win(pr[0], pr[1], pb[r], rest[r]);
+      pb[r] = transpose8x8(pb[r]);
+      rest[r] = transpose8x8(rest[r]);
     }
 #pragma unroll
-    for (int i = 0; i < MTILES; ++i)
-      mma_win(st.acc[n][i], prmt(vr[0][i], vr[1][i], 0x5410u), prmt(vr[0][i], vr[1][i], 0x7632u),
-              prmt(vr[2][i], vr[3][i], 0x5410u), prmt(vr[2][i], vr[3][i], 0x7632u), pb[0], pb[1]);
+    for (int i = 0; i < MTILES; ++i) {
+      const u32 a0 = prmt(vr[0][i], vr[1][i], 0x5410u), a1 = prmt(vr[0][i], vr[1][i], 0x7632u);
+      const u32 a2 = prmt(vr[2][i], vr[3][i], 0x5410u), a3 = prmt(vr[2][i], vr[3][i], 0x7632u);
+      mma_win(st.acc[n][i], a0, a1, a2, a3, pb[0], pb[1]);
+      mma_win(st.acc[n][i], a0, a1, a2, a3, rest[0], rest[1]);
+    }
   }
 }
 

@@ -32,15 +32,35 @@ class _Params(ctypes.Structure):
 
 
 class Plan(NamedTuple):
-    """Fixed launch geometry of a batch shape: splits of the INT2 and of the window keys, rows a CTA, row tiles."""
+    """Fixed launch geometry of a batch shape.
+
+    Attributes
+    ----------
+    int_splits, win_splits
+        CTAs a (request, KV head) for packed keys, and further ones for windows alone (0: shared by all).
+    row_tiles_of_8, row_tiles
+        Tiles of eight query rows a CTA; CTAs over the rows of a KV head.
+    tokens, min_ctas, stages
+        Keys a warp takes at a time, CTAs a multiprocessor, blocks in flight.
+    """
 
     int_splits: int
     win_splits: int
     row_tiles_of_8: int
     row_tiles: int
+    tokens: int
+    min_ctas: int
+    stages: int
 
 
-def supported(head_dim: int, k_bits: int, v_bits: int, groups: int, page_size: int, win_page_size: int) -> str | None:
+_WARPS = 4
+#: What a CTA costs beside its keys, in keys (query, windows, merge); measured.
+_FIXED_KEYS = 1200
+
+
+def supported(
+    head_dim: int, k_bits: int, v_bits: int, groups: int, page_size: int, win_page_size: int
+) -> str | None:
     """Why the kernel cannot serve this layout, or ``None``."""
     if head_dim not in (64, 128, 256):
         return f"head size {head_dim} is not 64, 128 or 256"
@@ -52,19 +72,41 @@ def supported(head_dim: int, k_bits: int, v_bits: int, groups: int, page_size: i
     return None
 
 
-def plan(batch: int, heads: int, ratio: int, max_queries: int, max_length: int, sms: int) -> Plan:
-    """Launch geometry for up to ``max_length`` keys a request; depends on shapes only, never on data."""
+def plan(
+    batch: int,
+    heads: int,
+    ratio: int,
+    head_dim: int,
+    page_size: int,
+    *,
+    max_queries: int,
+    max_length: int,
+    sms: int,
+) -> Plan:
+    """Launch geometry for up to ``max_length`` keys a request on ``sms`` multiprocessors; shapes only, never data."""
     rows = max_queries * ratio
     per = 1 if rows <= 8 else 2
     row_tiles = -(-rows // (8 * per))
     pairs = batch * heads * row_tiles
-    resident = 3 * sms
-    if pairs >= 2 * resident:
-        return Plan(1, 0, per, row_tiles)
-    most = max(1, max_length // 512)
-    if pairs * 2 <= resident:  # one wave
-        return Plan(max(1, min(most, resident // pairs - 1, 256)), 1 if most > 16 else 4, per, row_tiles)
-    return Plan(max(1, min(most, 4 * resident // pairs)), 1, per, row_tiles)
+    if head_dim == 256 or per == 2:
+        tokens, min_ctas, stages = (16 if head_dim == 256 else 32), 2, 4
+    elif page_size >= 64 and max_length >= 4096:
+        tokens, min_ctas, stages = 64, 3, 3
+    else:
+        tokens, min_ctas, stages = 32, 4, 4
+    resident = min_ctas * sms
+
+    def cost(splits: int) -> float:
+        return -(-pairs * splits // resident) * (max_length / splits + _FIXED_KEYS) + 20 * splits
+
+    most = max(1, min(256, max_length // (_WARPS * tokens)))
+    splits = min(range(1, most + 1), key=cost)
+    # With CTAs to spare the windows get their own; otherwise every CTA takes a share of them.
+    spare = 4 if splits < 16 else 1
+    alone = pairs * (splits + spare) <= resident
+    if alone or splits < 8:
+        return Plan(splits, spare if alone else 0, per, row_tiles, tokens, min_ctas, stages)
+    return Plan(splits - spare, spare, per, row_tiles, tokens, min_ctas, stages)
 
 
 def workspace_size(batch: int, heads: int, head_dim: int, geometry: Plan) -> tuple[int, int]:
@@ -104,10 +146,6 @@ def decode(
     v_mean: Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    tokens: int | None = None,
-    warps: int = 4,
-    min_ctas: int = 2,
-    stages: int = 4,
 ) -> None:
     """Attend for the last queries of each request.
 
@@ -144,17 +182,22 @@ def decode(
     for c in codes:  # the stride of a dimension of size 1 means nothing
         shared = c.stride(0) * c.element_size() == page_stride or c.shape[0] == 1
         if not shared or (c.stride(1) * c.element_size() != head_stride and heads > 1):
-            raise ValueError("code and metadata views must share page and head strides, as PageLayout.views gives them")
+            raise ValueError(
+                "code and metadata views must share page and head strides, as PageLayout.views gives them"
+            )
     if k_win.stride() != v_win.stride() or k_win.stride(-1) != 1:
         raise ValueError("windows must share strides and have contiguous channels")
     defines = (
         ("D", d), ("KB", k_bits), ("VB", v_bits), ("NG", groups), ("META8", int(meta8)),
         ("WIN_BF16", int(k_win.dtype == torch.bfloat16)), ("OUT_BF16", int(out.dtype == torch.bfloat16)),
-        ("NT", geometry.row_tiles_of_8), ("TOKENS", tokens or (16 if d == 256 else 32)), ("WARPS", warps),
-        ("SOFTCAP", int(softcap is not None)), ("PAGE", page_size), ("WPAGE", k_win.shape[2]), ("MIN_CTAS", min_ctas), ("STAGES", stages),
+        ("NT", geometry.row_tiles_of_8), ("TOKENS", geometry.tokens), ("WARPS", _WARPS),
+        ("SOFTCAP", int(softcap is not None)), ("PAGE", page_size), ("WPAGE", k_win.shape[2]), ("MIN_CTAS", geometry.min_ctas),
+        ("STAGES", geometry.stages),
     )  # fmt: skip
     splits = geometry.int_splits + geometry.win_splits
-    stats = partial[lengths.shape[0] * heads * geometry.row_tiles * splits * 8 * geometry.row_tiles_of_8 * d :]
+    stats = partial[
+        lengths.shape[0] * heads * geometry.row_tiles * splits * 8 * geometry.row_tiles_of_8 * d :
+    ]
     params = _Params()
     values = (
         q, k_codes, k_meta, v_codes, v_meta, k_win, v_win, page_table, window_table, query_start, lengths, k_unit,
@@ -170,4 +213,4 @@ def decode(
     params.int_splits, params.win_splits = geometry.int_splits, geometry.win_splits
     params.scale, params.softcap = scale, softcap or 0.0
     grid = (splits, heads * geometry.row_tiles, lengths.shape[0])
-    _kernel(defines, q.device).launch(grid, 32 * warps, params)
+    _kernel(defines, q.device).launch(grid, 32 * _WARPS, params)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-
 #: Constant of each kernel's source: bytes of dynamic shared memory a block.
 SHARED_BYTES = b"oscar_shared_bytes"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -33,8 +32,15 @@ def _nvrtc() -> ctypes.CDLL:
     major = (torch.version.cuda or "").split(".")[0]
     pattern = os.path.join(sysconfig.get_paths()["purelib"], "nvidia", "*", "lib", f"libnvrtc.so.{major}")
     torch_lib = os.path.join(os.path.dirname(torch.__file__), "lib", f"libnvrtc*.so.{major}*")
-    beside_torch = os.path.join(os.path.dirname(torch.__file__), "..", "nvidia", "*", "lib", f"libnvrtc.so.{major}")
-    for name in [f"libnvrtc.so.{major}", *glob.glob(pattern), *glob.glob(beside_torch), *glob.glob(torch_lib)]:
+    beside_torch = os.path.join(
+        os.path.dirname(torch.__file__), "..", "nvidia", "*", "lib", f"libnvrtc.so.{major}"
+    )
+    for name in [
+        f"libnvrtc.so.{major}",
+        *glob.glob(pattern),
+        *glob.glob(beside_torch),
+        *glob.glob(torch_lib),
+    ]:
         try:
             return ctypes.CDLL(name)
         except OSError:
@@ -60,7 +66,9 @@ def compile_cubin(source: str, options: tuple[str, ...]) -> bytes:
     nvrtc = _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[:24]
+    key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[
+        :24
+    ]
     path = cache_dir() / f"{key}.cubin"
     if path.exists():
         return path.read_bytes()
@@ -102,10 +110,16 @@ class Kernel:
             _check(_driver().cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
             _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), name)
             at, size, shared = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
-            _check(_driver().cuModuleGetGlobal_v2(ctypes.byref(at), ctypes.byref(size), module, SHARED_BYTES), name)
+            _check(
+                _driver().cuModuleGetGlobal_v2(ctypes.byref(at), ctypes.byref(size), module, SHARED_BYTES),
+                name,
+            )
             _check(_driver().cuMemcpyDtoH_v2(ctypes.byref(shared), at, size), "cuMemcpyDtoH")
             self._shared = shared.value
-            _check(_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, self._shared), f"{name}: shared memory")
+            _check(
+                _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, self._shared),
+                f"{name}: shared memory",
+            )
 
     def launch(self, grid: tuple[int, int, int], threads: int, params: ctypes.Structure) -> None:
         """Enqueue on the current stream (also under graph capture)."""
