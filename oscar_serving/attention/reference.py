@@ -21,7 +21,9 @@ class Reference(NamedTuple):
     lse: Tensor
 
 
-def stored(k: Tensor, v: Tensor, transform: LayerTransform, config: OscarConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def stored(
+    k: Tensor, v: Tensor, transform: LayerTransform, config: OscarConfig
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the two tiers hold of ``k, v`` ``[tokens, heads, d]``, read back: INT2 K, INT2 V, window K, window V (float64)."""
     group = k.shape[-1] // config.groups(k.shape[-1])
     tiers: list[Tensor] = []
@@ -29,9 +31,7 @@ def stored(k: Tensor, v: Tensor, transform: LayerTransform, config: OscarConfig)
         (transform.rotate_k(k), config.k_bits, transform.k_shrink, transform.k_unit),
         (transform.rotate_v(v), config.v_bits, transform.v_shrink, transform.v_unit),
     ):
-        q = quantize(
-            x, bits, group, shrink=shrink, unit=unit, scale_dtype=config.scale_dtype, levels=config.levels
-        )
+        q = quantize(x, bits, group, shrink=shrink, unit=unit, scale_dtype=config.scale_dtype, levels=config.levels)
         tiers.append(dequantize(*q, unit=unit, bits=bits, levels=config.levels, dtype=torch.float64))
         tiers.append(x.to(getattr(torch, config.window_dtype)).double())
     return tiers[0], tiers[2], tiers[1], tiers[3]

@@ -66,7 +66,9 @@ class LayerTransform:
             value = getattr(self, field.name)
             shape = shapes[field.name[2:]]
             if tuple(value.shape) != shape or value.dtype != torch.float32:
-                raise ValueError(f"{name}.{field.name}: expected float32 {shape}, got {value.dtype} {tuple(value.shape)}")
+                raise ValueError(
+                    f"{name}.{field.name}: expected float32 {shape}, got {value.dtype} {tuple(value.shape)}"
+                )
             if not torch.isfinite(value).all():
                 raise ValueError(f"{name}.{field.name}: has a value that is not finite")
         for field_name in ("k_shrink", "v_shrink"):

@@ -59,9 +59,7 @@ class Store:
         self.layout, self.win_page, self.lengths = layout, win_page, lengths
         counts = [-(-n // page) for n in lengths], [-(-n // win_page) for n in lengths]
         self.pages = torch.full((sum(counts[0]) + 1, heads, layout.head_bytes), 0xFF, dtype=torch.uint8)
-        self.windows = torch.full(
-            (sum(counts[1]) + 1, 2, heads, win_page, d), torch.nan, dtype=torch.bfloat16
-        )
+        self.windows = torch.full((sum(counts[1]) + 1, 2, heads, win_page, d), torch.nan, dtype=torch.bfloat16)
         self.tables = []
         for count in counts:
             ids, table = (
@@ -72,9 +70,7 @@ class Store:
                 row[: len(part)] = part
             self.tables.append(table)
 
-    def write(
-        self, request: int, k: torch.Tensor, v: torch.Tensor, transform: LayerTransform, queries: int
-    ) -> None:
+    def write(self, request: int, k: torch.Tensor, v: torch.Tensor, transform: LayerTransform, queries: int) -> None:
         config, group = self.layout.config, self.layout.group_size
         views = self.layout.views(self.pages)
         position = torch.arange(len(k))
@@ -129,9 +125,7 @@ def run(
             present[win_page : 3 * win_page] = False
         qs.append(q)
         references.append(
-            reference_attention(
-                q, k, v, transform=transform, config=config, spec=spec, window_present=present
-            )
+            reference_attention(q, k, v, transform=transform, config=config, spec=spec, window_present=present)
         )
     q = torch.cat(qs)
     bias = torch.einsum("thgd,hd->thg", q.unflatten(1, (heads, -1)), transform.k_mean).flatten(1)
@@ -218,9 +212,8 @@ def test_refuses_what_it_cannot_serve() -> None:
 def test_plan_fits_the_merge_and_covers_small_batches(batch: int) -> None:
     for length in (64, 2048, 100_000, 1_000_000):
         geometry = plan(batch, 8, 4, 128, 128, max_queries=1, max_length=length, sms=132)
-        assert (
-            geometry.int_splits >= 1 and geometry.int_splits + geometry.win_splits <= 4 * 128
-        )  # merge weights
+        assert geometry.int_splits >= 1
+        assert geometry.int_splits + geometry.win_splits <= 4 * 128  # merge weights
         if batch * 8 < 132 and length >= 100_000:
             assert batch * 8 * geometry.int_splits > 132
 

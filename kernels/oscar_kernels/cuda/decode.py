@@ -58,9 +58,7 @@ _WARPS = 4
 _FIXED_KEYS = 1200
 
 
-def supported(
-    head_dim: int, k_bits: int, v_bits: int, groups: int, page_size: int, win_page_size: int
-) -> str | None:
+def supported(head_dim: int, k_bits: int, v_bits: int, groups: int, page_size: int, win_page_size: int) -> str | None:
     """Why the kernel cannot serve this layout, or ``None``."""
     if head_dim not in (64, 128, 256):
         return f"head size {head_dim} is not 64, 128 or 256"
@@ -182,22 +180,18 @@ def decode(
     for c in codes:  # the stride of a dimension of size 1 means nothing
         shared = c.stride(0) * c.element_size() == page_stride or c.shape[0] == 1
         if not shared or (c.stride(1) * c.element_size() != head_stride and heads > 1):
-            raise ValueError(
-                "code and metadata views must share page and head strides, as PageLayout.views gives them"
-            )
+            raise ValueError("code and metadata views must share page and head strides, as PageLayout.views gives them")
     if k_win.stride() != v_win.stride() or k_win.stride(-1) != 1:
         raise ValueError("windows must share strides and have contiguous channels")
     defines = (
         ("D", d), ("KB", k_bits), ("VB", v_bits), ("NG", groups), ("META8", int(meta8)),
         ("WIN_BF16", int(k_win.dtype == torch.bfloat16)), ("OUT_BF16", int(out.dtype == torch.bfloat16)),
         ("NT", geometry.row_tiles_of_8), ("TOKENS", geometry.tokens), ("WARPS", _WARPS),
-        ("SOFTCAP", int(softcap is not None)), ("PAGE", page_size), ("WPAGE", k_win.shape[2]), ("MIN_CTAS", geometry.min_ctas),
-        ("STAGES", geometry.stages),
+        ("SOFTCAP", int(softcap is not None)), ("PAGE", page_size), ("WPAGE", k_win.shape[2]),
+        ("MIN_CTAS", geometry.min_ctas), ("STAGES", geometry.stages),
     )  # fmt: skip
     splits = geometry.int_splits + geometry.win_splits
-    stats = partial[
-        lengths.shape[0] * heads * geometry.row_tiles * splits * 8 * geometry.row_tiles_of_8 * d :
-    ]
+    stats = partial[lengths.shape[0] * heads * geometry.row_tiles * splits * 8 * geometry.row_tiles_of_8 * d :]
     params = _Params()
     values = (
         q, k_codes, k_meta, v_codes, v_meta, k_win, v_win, page_table, window_table, query_start, lengths, k_unit,

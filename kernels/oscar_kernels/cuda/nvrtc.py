@@ -32,9 +32,7 @@ def _nvrtc() -> ctypes.CDLL:
     major = (torch.version.cuda or "").split(".")[0]
     pattern = os.path.join(sysconfig.get_paths()["purelib"], "nvidia", "*", "lib", f"libnvrtc.so.{major}")
     torch_lib = os.path.join(os.path.dirname(torch.__file__), "lib", f"libnvrtc*.so.{major}*")
-    beside_torch = os.path.join(
-        os.path.dirname(torch.__file__), "..", "nvidia", "*", "lib", f"libnvrtc.so.{major}"
-    )
+    beside_torch = os.path.join(os.path.dirname(torch.__file__), "..", "nvidia", "*", "lib", f"libnvrtc.so.{major}")
     for name in [
         f"libnvrtc.so.{major}",
         *glob.glob(pattern),
@@ -62,13 +60,11 @@ def cache_dir() -> Path:
 
 
 def compile_cubin(source: str, options: tuple[str, ...]) -> bytes:
-    """Machine code of ``source``; from the disk cache when this source, these options and this NVRTC were seen before."""
+    """Machine code of ``source``, from the disk cache if source, options and NVRTC are those of an earlier call."""
     nvrtc = _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[
-        :24
-    ]
+    key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[:24]
     path = cache_dir() / f"{key}.cubin"
     if path.exists():
         return path.read_bytes()
@@ -125,7 +121,5 @@ class Kernel:
         """Enqueue on the current stream (also under graph capture)."""
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        failed = _driver().cuLaunchKernel(
-            self._function, *grid, threads, 1, 1, self._shared, stream, argument, None
-        )
+        failed = _driver().cuLaunchKernel(self._function, *grid, threads, 1, 1, self._shared, stream, argument, None)
         _check(failed, "cuLaunchKernel")
