@@ -44,16 +44,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[zipfile.ZipFile, ta
 
 def tracked(folder: str) -> set[str]:
     """Files that git tracks below ``folder``."""
-    listing = subprocess.run(
-        ["git", "ls-files", "-z", folder], cwd=ROOT, capture_output=True, check=True, text=True
-    )
+    listing = subprocess.run(["git", "ls-files", "-z", folder], cwd=ROOT, capture_output=True, check=True, text=True)
     return {name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()}
 
 
 @pytest.mark.parametrize("folder", PACKAGES)
-def test_wheel_has_every_file_of_the_packages(
-    built: tuple[zipfile.ZipFile, tarfile.TarFile], folder: str
-) -> None:
+def test_wheel_has_every_file_of_the_packages(built: tuple[zipfile.ZipFile, tarfile.TarFile], folder: str) -> None:
     names = set(built[0].namelist())
     wanted = {PACKAGES[folder] + name.removeprefix(folder) for name in tracked(folder)}
     assert wanted

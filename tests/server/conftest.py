@@ -62,12 +62,7 @@ class Served:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             stats = self.engine.stats()
-            if (
-                not stats.running
-                and not stats.waiting
-                and not stats.quantized.used
-                and not stats.windows.used
-            ):
+            if not stats.running and not stats.waiting and not stats.quantized.used and not stats.windows.used:
                 return
             time.sleep(0.01)
         pytest.fail(f"the engine did not come to rest: {self.engine.stats()}")

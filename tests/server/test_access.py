@@ -50,9 +50,7 @@ def test_every_other_route_wants_the_key(guarded: Served, path: str) -> None:
     assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health"]
-)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health"])
 def test_nothing_is_read_without_the_key(guarded: Served, path: str) -> None:
     status = 405 if path == "/health" else 401
     error_of(guarded.client.post(path, content=b"x" * 100_000), status if status == 401 else 413)

@@ -48,9 +48,7 @@ def test_whole_answer_left_by_its_client_frees_its_pages(served: Served) -> None
 def test_aborted_requests_are_counted(served: Served) -> None:
     def aborted() -> float:
         text = served.client.get("/metrics").text
-        return float(
-            text.split('vllm:request_success_total{finished_reason="abort",model_name="tiny"} ')[1].split()[0]
-        )
+        return float(text.split('vllm:request_success_total{finished_reason="abort",model_name="tiny"} ')[1].split()[0])
 
     before = aborted()
     with served.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
@@ -60,9 +58,7 @@ def test_aborted_requests_are_counted(served: Served) -> None:
 
 def test_full_queue_says_when_to_come_back(load: Callable[..., Engine]) -> None:
     with serve(load(max_num_seqs=1, max_waiting=1)) as served:
-        with served.client.stream(
-            "POST", "/v1/completions", json={**LONG, "n": 2, "stream": True}
-        ) as response:
+        with served.client.stream("POST", "/v1/completions", json={**LONG, "n": 2, "stream": True}) as response:
             next(response.iter_lines())
             refused = served.client.post("/v1/completions", json={"prompt": "x"})
             error = error_of(refused, 429)

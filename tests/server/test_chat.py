@@ -46,25 +46,16 @@ def test_continue_final_message(served: Served) -> None:
     body = {"messages": messages, "continue_final_message": True, "max_tokens": 1, "temperature": 0}
     answer = served.client.post("/v1/chat/completions", json=body).json()
     text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nso far"
-    assert (
-        answer["usage"]["prompt_tokens"]
-        == served.client.post("/tokenize", json={"prompt": text}).json()["count"]
-    )
+    assert answer["usage"]["prompt_tokens"] == served.client.post("/tokenize", json={"prompt": text}).json()["count"]
 
 
 def test_tools_reach_the_template_unless_none_is_to_be_called(served: Served) -> None:
-    tools = [
-        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     text = _prompt_text(served, messages=[{"role": "user", "content": "x"}], tools=tools)
     assert json.loads(text[text.index("<tools>") + 7 : text.index("</tools>")]) == tools
     with_tools = served.chat(max_tokens=1, tools=tools)["usage"]["prompt_tokens"]
     without = served.chat(max_tokens=1)["usage"]["prompt_tokens"]
-    assert (
-        served.chat(max_tokens=1, tools=tools, tool_choice="none")["usage"]["prompt_tokens"]
-        == without
-        < with_tools
-    )
+    assert served.chat(max_tokens=1, tools=tools, tool_choice="none")["usage"]["prompt_tokens"] == without < with_tools
 
 
 def test_logprobs_are_rounded_alike_and_carry_bytes(served: Served) -> None:
@@ -76,9 +67,7 @@ def test_logprobs_are_rounded_alike_and_carry_bytes(served: Served) -> None:
         assert entry["top_logprobs"][0]["token"] == entry["token"]
         assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]
         assert len(entry["bytes"]) == 1  # every token of this vocabulary is a byte
-    assert (
-        served.chat(max_tokens=2, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
-    )
+    assert served.chat(max_tokens=2, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
 def test_no_replacement_character_from_a_split_one(served: Served) -> None:

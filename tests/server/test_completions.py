@@ -62,9 +62,7 @@ def test_stop_string_is_cut_and_named(served: Served) -> None:
 def test_stop_token(served: Served) -> None:
     answer = served.complete(prompt="abc", max_tokens=9, ignore_eos=True, logit_bias={"65": 100})
     assert answer["choices"][0]["finish_reason"] == "length"
-    [choice] = served.complete(prompt="abc", max_tokens=9, logit_bias={"65": 100}, stop_token_ids=[65])[
-        "choices"
-    ]
+    [choice] = served.complete(prompt="abc", max_tokens=9, logit_bias={"65": 100}, stop_token_ids=[65])["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 65)
 
 
@@ -82,9 +80,7 @@ def test_logprobs(served: Served) -> None:
     [choice] = served.complete(prompt="abc", max_tokens=4, ignore_eos=True, logprobs=3)["choices"]
     scored = choice["logprobs"]
     assert len(scored["tokens"]) == len(scored["token_logprobs"]) == len(scored["text_offset"]) == 4
-    for token, logprob, top in zip(
-        scored["tokens"], scored["token_logprobs"], scored["top_logprobs"], strict=True
-    ):
+    for token, logprob, top in zip(scored["tokens"], scored["token_logprobs"], scored["top_logprobs"], strict=True):
         assert len(top) == 3
         assert top[token] == logprob == max(top.values())  # greedy: exactly equal floats
 
@@ -130,8 +126,6 @@ def test_second_turn_reports_cached_tokens(served: Served) -> None:
 
 def test_nulls_and_unknown_fields_are_harmless(served: Served) -> None:
     plain = served.complete(prompt="abc", ignore_eos=True)["choices"][0]["text"]
-    nulls = dict.fromkeys(
-        ("n", "stop", "logprobs", "seed", "suffix", "logit_bias", "best_of", "stream", "top_k")
-    )
+    nulls = dict.fromkeys(("n", "stop", "logprobs", "seed", "suffix", "logit_bias", "best_of", "stream", "top_k"))
     answer = served.complete(prompt="abc", ignore_eos=True, user="me", metadata={"a": 1}, zebra=[1], **nulls)
     assert answer["choices"][0]["text"] == plain

@@ -45,9 +45,7 @@ def error_of(response: Any, status: int) -> Any:
 )
 def test_malformed_bodies(served: Served, raw: bytes, says: str) -> None:
     for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
-        error = error_of(
-            served.client.post(path, content=raw, headers={"Content-Type": "application/json"}), 400
-        )
+        error = error_of(served.client.post(path, content=raw, headers={"Content-Type": "application/json"}), 400)
         assert says in error["message"]
         assert error["type"] == "invalid_request_error"
 
@@ -143,9 +141,7 @@ def test_bad_values_name_their_field(served: Served, path: str, body: dict[str, 
         (CHAT, "chat_template", "{{ x }}"),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_name(
-    served: Served, path: str, field: str, value: Any
-) -> None:
+def test_what_would_change_the_answer_is_refused_by_name(served: Served, path: str, field: str, value: Any) -> None:
     body = {"prompt": "x"} if path == TEXT else HELLO
     error = error_of(served.client.post(path, json={**body, field: value}), 400)
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
@@ -197,9 +193,7 @@ def test_unknown_routes_and_methods(served: Served) -> None:
     assert error_of(served.client.get(TEXT), 405)["code"] == "method_not_allowed"
 
 
-@pytest.mark.parametrize(
-    "media", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"]
-)
+@pytest.mark.parametrize("media", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
 def test_other_content_types(served: Served, media: str | None) -> None:
     headers = {"Content-Type": media} if media else {}
     error_of(served.client.post(TEXT, content=b'{"prompt": "x"}', headers=headers), 415)

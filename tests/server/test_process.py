@@ -89,9 +89,7 @@ def test_drain_time_is_over(model_folder: Path) -> None:
 def test_taken_port_is_one_line_before_the_model_is_loaded(model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [*COMMAND, str(model_folder), *TINY, "--port", port], capture_output=True, text=True
-        )
+        done = subprocess.run([*COMMAND, str(model_folder), *TINY, "--port", port], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1 port {port}:")
     assert len(done.stderr.strip().splitlines()) == 1

@@ -33,9 +33,7 @@ def test_completion_stream_says_what_the_whole_answer_says(served: Served) -> No
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
     for key in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         assert [x for chunk in chunks for x in chunk["choices"][0]["logprobs"][key]] == whole["logprobs"][key]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [
-        "length"
-    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert not any("usage" in chunk for chunk in chunks)
 
 
@@ -104,8 +102,6 @@ def test_stop_string_never_leaks_into_a_stream(served: Served) -> None:
 
 
 def test_refusal_has_a_status_even_when_a_stream_was_asked_for(served: Served) -> None:
-    response = served.client.post(
-        "/v1/completions", json={"prompt": "x", "max_tokens": 10**6, "stream": True}
-    )
+    response = served.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 10**6, "stream": True})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"

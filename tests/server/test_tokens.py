@@ -21,9 +21,7 @@ def byte_level(model_folder: Path) -> TokenTable:
 def sentencepiece() -> TokenTable:
     vocabulary = {"<unk>": 0, "▁the": 1, "<0xE2>": 2, "s": 3, "<0x0A>": 4}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return TokenTable(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
 
 
