@@ -40,16 +40,30 @@ class TorchBackend:
 
     def attend(self, layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, tables: BatchTables) -> Tensor:
         """Attend for ``q`` ``[T, query heads, d]``; see :class:`~oscar_serving.attention.base.AttentionBackend`."""
+        # Rotated as in store, with the same shapes and so to the same bits.
+        own = (layer.transform.rotate_k(k), layer.transform.rotate_v(v)) if reads_own(tables) else (k, v)
         out = torch.empty_like(q)
-        starts = tables.host[0]
-        for b, (start, end) in enumerate(pairwise(starts)):
+        for b, (start, end) in enumerate(pairwise(tables.host[0])):
             if start < end:
-                out[start:end] = attend_request(layer, q[start:end], k[start:end], v[start:end], tables, b)
+                parts = (x[start:end] for x in (q, k, v, *own))
+                out[start:end] = attend_request(layer, *parts, tables, b)
         return out
 
 
-def attend_request(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, tables: BatchTables, b: int) -> Tensor:
-    """Attend for the new tokens of request ``b`` alone: ``q`` ``[n, query heads, d]``, ``k, v`` ``[n, heads, d]``."""
+def reads_own(tables: BatchTables) -> bool:
+    """Whether any request reads new tokens by the position rule, not raw."""
+    starts, lengths, raw_starts = tables.host
+    return any(raw > length - (end - start) for (start, end), length, raw in zip(pairwise(starts), lengths, raw_starts, strict=True))
+
+
+def attend_request(
+    layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, tables: BatchTables, b: int
+) -> Tensor:
+    """Attend for the new tokens of request ``b`` alone.
+
+    ``q`` ``[n, query heads, d]`` and ``k, v`` ``[n, heads, d]`` in model space; ``own_k, own_v`` float32 the latter two as
+    the store rotates them (read only where the request reads new tokens by the position rule).
+    """
     transform, spec, config = layer.transform, layer.spec, layer.layout.config
     n, heads, length = q.shape[0], transform.heads, tables.host[1][b]
     first, raw_start = length - n, min(tables.host[2][b], length)
@@ -64,9 +78,8 @@ def attend_request(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, tables: B
     rotated = transform.rotate_q(q).unflatten(1, (heads, -1)).transpose(0, 1)
     softmax = OnlineSoftmax(rotated, first, spec, block=QUERY_BLOCK)
     own = slice(0, raw_start - first)
-    own_k = transform.rotate_k(k[own]).to(layer.windows.dtype)
-    own_v = transform.rotate_v(v[own]).to(layer.windows.dtype)
-    page_rows, window_rows = _host_pages(tables)
+    own_k, own_v = (x[own].to(layer.windows.dtype) for x in (own_k, own_v))
+    page_rows, window_rows = host_pages(tables)
     for start, stop in aligned(low, raw_start, KEY_TILE):
         pages = slice(start // config.page_size, -(-stop // config.page_size))
         tile = KeyTile(layer, start, stop, page_rows[b][pages], window_rows[b][pages], first, own_k, own_v)
@@ -100,7 +113,7 @@ def _slots(tables: BatchTables, page_size: int) -> tuple[Slots, Slots]:
             request += [b] * (end - start)
             position += range(lengths[b] - (end - start), lengths[b])
         slots = []
-        for rows in _host_pages(tables):
+        for rows in host_pages(tables):
             pages = [rows[b][p // page_size] for b, p in zip(request, position, strict=True)]
             kept = [i for i, page in enumerate(pages) if page != NULL_PAGE]
             columns = kept, [pages[i] for i in kept], [position[i] % page_size for i in kept]
@@ -109,7 +122,7 @@ def _slots(tables: BatchTables, page_size: int) -> tuple[Slots, Slots]:
     return tables.derived[key]
 
 
-def _host_pages(tables: BatchTables) -> tuple[list[list[int]], list[list[int]]]:
+def host_pages(tables: BatchTables) -> tuple[list[list[int]], list[list[int]]]:
     """Page table and window table as lists."""
     if "pages" not in tables.derived:
         tables.derived["pages"] = tables.page_table.tolist(), tables.window_table.tolist()
