@@ -31,6 +31,8 @@ class DecodeConfig:
         Programs aimed at, as a multiple of what the card holds at once, when there is much work.
     resident
         Programs of a multiprocessor that run at once.
+    registers
+        Cap on registers a thread, 0 for none.
     packed
         Unpack two codes an instruction by inline assembly (NVIDIA only).
     pdl
@@ -41,9 +43,10 @@ class DecodeConfig:
     keys: int = 32
     window_keys: int = 16
     rows: int = 8
-    stages: int = 3
+    stages: int = 4
     waves: int = 4
     resident: int = 3
+    registers: int = 168
     packed: bool = True
     pdl: bool = False
 
@@ -51,7 +54,7 @@ class DecodeConfig:
 #: Compute capability (major, minor) → defaults. The nearest lower entry serves a card that is not listed.
 DEFAULTS: dict[tuple[int, int], DecodeConfig] = {
     (8, 0): DecodeConfig(),
-    (8, 9): DecodeConfig(stages=2),
+    (8, 9): DecodeConfig(stages=3),
     (9, 0): DecodeConfig(),
     (10, 0): DecodeConfig(),
 }
@@ -88,7 +91,7 @@ def decode_config(
     if rows > 8:  # accumulators grow with rows: keep them within the registers
         base = replace(base, rows=min(16, 1 << (rows - 1).bit_length()) if head_dim <= 128 else 8)
     if head_dim > 128:
-        base = replace(base, keys=min(base.keys, 32), stages=min(base.stages, 2))
+        base = replace(base, keys=min(base.keys, 32), registers=0, resident=2)
     return base
 
 

@@ -157,6 +157,7 @@ def decode(
     window_page = windows.k.shape[2]
     asked = triton.cdiv(sink, window_page) + triton.cdiv(recent + geometry.max_queries, window_page) + 2
     options = {"launch_pdl": True} if config.pdl else {}
+    limit = {"maxnreg": config.registers} if config.registers else {}
     bias = q_bias if softcap is not None else None
     decode_kernel[(geometry.splits, heads * geometry.row_blocks, batch)](
         q, bias, k_codes, k_meta, v_codes, v_meta, k_unit, v_unit, windows.k, windows.v,
@@ -173,7 +174,7 @@ def decode(
         WN=config.window_keys, WIN_SPLITS=geometry.win_splits,
         CHECK_PAGES=triton.next_power_of_2(asked) if check_windows else 0,
         ASM=config.packed, STAGES=config.stages, K_GENERAL=k_general, V_GENERAL=v_general, KJ=kj, VJ=vj,
-        PDL=config.pdl, num_warps=config.warps, num_stages=config.stages, **options,
+        PDL=config.pdl, num_warps=config.warps, num_stages=config.stages, **options, **limit,
     )  # fmt: skip
     row_limit = geometry.max_queries * ratio
     block = 1 if batch * row_limit <= 16 else 16

@@ -80,13 +80,14 @@ def _int_tile(
     kj = tl.arange(0, KJ)
     vj = tl.arange(0, VJ)
     k_at = k_codes + (page * page_k + head_k + slot * KROW)[:, :, None] + kj[None, None, :]
-    v_at = v_codes + (page * page_v + head_v + slot * VROW)[:, :, None] + vj[None, None, :]
+    # V is loaded with channels as rows: the operand of O^T = V^T P^T straight from memory
+    v_at = v_codes + (page * page_v + head_v + slot * VROW)[:, None, :] + vj[None, :, None]
     if MASKED or KROW != KJ:
         k_words = tl.load(k_at, mask=inside[:, :, None] & (kj < KROW)[None, None, :], other=0)
     else:
         k_words = tl.load(k_at)
     if MASKED or VROW != VJ:
-        v_words = tl.load(v_at, mask=inside[:, :, None] & (vj < VROW)[None, None, :], other=0)
+        v_words = tl.load(v_at, mask=inside[:, None, :] & (vj < VROW)[None, :, None], other=0)
     else:
         v_words = tl.load(v_at)
     km_at = page * page_km + head_km + slot * GROUPS
@@ -148,7 +149,7 @@ def _int_tile(
     l = l * alpha + tl.sum(p, axis=1)
 
     # ---- values: p * scale goes to the tensor cores, p * minimum is a rank-one term
-    vp = planes(tl.trans(v_words, (0, 2, 1)), VB, ASM)
+    vp = planes(v_words, VB, ASM)
     new_acc = ()
     new_mins = ()
     if V_GENERAL:
@@ -161,8 +162,10 @@ def _int_tile(
         new_mins = mins
         v_new = v_max
     else:
-        scales = ()
-        largest = v_max
+        # p * scale is brought to [0, 2**14] by its largest value so far, row by row: fp16 neither overflows nor loses
+        # small weights
+        products = ()
+        v_new = v_max
         for g in tl.static_range(GROUPS):
             if MASKED:
                 pair = tl.load(v_meta + vm_at + g, mask=inside, other=0)
@@ -170,14 +173,13 @@ def _int_tile(
                 pair = tl.load(v_meta + vm_at + g)
             scale, minimum = split_meta(pair, META8)
             new_mins = new_mins + (mins[g] * alpha + tl.sum(p * minimum[:, :, None], axis=1),)
-            scales = scales + (scale,)
-            largest = tl.maximum(largest, tl.max(scale, axis=1))
-        v_new = largest
-        # p * scale is brought to [0, 2**14] by the largest scale so far: fp16 neither overflows nor loses small weights
+            product = p * scale[:, :, None]
+            products = products + (product,)
+            v_new = tl.maximum(v_new, tl.max(product, axis=1))
         gain = 16384.0 / v_new
-        shrink = alpha * (v_max / v_new)[:, None]
+        shrink = alpha * v_max / v_new
         for g in tl.static_range(GROUPS):
-            ph = (p * (scales[g] * gain[:, None])[:, :, None]).to(tl.float16)
+            ph = (products[g] * gain[:, None, :]).to(tl.float16)
             for i in tl.static_range(NV):
                 if ((i // 2) * (HEAD * VB // 8)) // (HEAD // GROUPS) == g:
                     new_acc = new_acc + (tl.dot(vp[i], ph, acc[i] * shrink[:, None, :]),)
@@ -376,7 +378,7 @@ def decode_kernel(
         base_vm = head.to(tl.int64) * head_vm
         m = tl.full([W, R], float("-inf"), tl.float32)
         l = tl.zeros([W, R], tl.float32)
-        v_max = tl.full([W], 1e-30, tl.float32)
+        v_max = tl.full([W, R], 1e-30, tl.float32)
         acc = ()
         mins = ()
         for _ in tl.static_range(NV):
@@ -413,7 +415,7 @@ def decode_kernel(
         inverse = tl.where(total > 0, 1.0 / total, 0.0)
         vj = tl.arange(0, VJ)
         r = tl.arange(0, R)
-        back = weight * (v_max / 16384.0 * 16777216.0 * vu)[:, None]
+        back = weight * v_max * (1024.0 * vu)
         if V_GENERAL:
             back = weight * (1.0 / 16384.0)
         for i in tl.static_range(NV):
