@@ -91,6 +91,7 @@ def serve(
         int, typer.Option(min=0, help="Seconds that running requests get to finish after SIGTERM.")
     ] = 60,
     log_level: Annotated[LogLevel, typer.Option(help="What to log.")] = "info",
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="How to log it, on standard error.")] = "text",
 ) -> None:
     """Serve MODEL over the OpenAI API on a 2-bit KV cache."""
     from oscar_serving.engines.hf import Engine, EngineOptions
@@ -126,6 +127,7 @@ def serve(
         max_body_bytes=max_body_size,
         drain_timeout=drain_timeout,
         log_level=log_level,
+        log_format=log_format,
     )
     listener = bind(settings)
     engine = Engine.load(resolve_model(model), options)

@@ -9,6 +9,7 @@ from oscar_serving.server.auth import ApiKeyGuard
 from oscar_serving.server.errors import install_error_handlers
 from oscar_serving.server.lifecycle import lifespan
 from oscar_serving.server.limits import BodyLimit
+from oscar_serving.server.logs import RequestLog
 from oscar_serving.server.openapi import document
 from oscar_serving.server.routes import router
 from oscar_serving.server.settings import ServerSettings
@@ -30,8 +31,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.include_router(router)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
     install_error_handlers(app)
-    # The last one added is the outermost: nothing of a request is read before its key has been checked.
+    # The last one added is the outermost: every request is logged, and nothing of it is read before its key is checked.
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     if settings.api_key is not None:
         app.add_middleware(ApiKeyGuard, api_key=settings.api_key)
+    app.add_middleware(RequestLog)
     return app

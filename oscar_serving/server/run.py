@@ -11,6 +11,7 @@ import uvicorn
 
 from oscar_serving.engines.hf import Engine
 from oscar_serving.server.app import create_app
+from oscar_serving.server.logs import configure_logging
 from oscar_serving.server.settings import ServerSettings
 from oscar_serving.server.state import ServerState
 
@@ -50,6 +51,7 @@ def run_server(
     on_ready
         Called with the server's URL when it has answered a first request of its own.
     """
+    configure_logging(settings.log_level, settings.log_format)
     app = create_app(engine, settings)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -58,7 +60,8 @@ def run_server(
         http="h11",
         ws="none",
         lifespan="on",
-        log_level=settings.log_level,
+        log_config=None,
+        access_log=False,
         server_header=False,
         timeout_graceful_shutdown=settings.drain_timeout + _GRACE,
     )

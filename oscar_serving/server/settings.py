@@ -30,8 +30,8 @@ class ServerSettings:
         Seconds that a client gets to send its body.
     drain_timeout
         Seconds that running requests get to finish after SIGTERM.
-    log_level
-        Of uvicorn and of this package.
+    log_level, log_format
+        Of uvicorn and of this package; ``text`` or ``json``, one line each.
     """
 
     host: str = "127.0.0.1"
@@ -44,6 +44,7 @@ class ServerSettings:
     body_timeout: float = 60.0
     drain_timeout: int = 60
     log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
