@@ -98,4 +98,4 @@ def build_attention(original: Callable[..., None], layer: Any, *args: Any, **kwa
     options = VllmOptions.from_vllm(vllm_config)
     window = WindowLayer(prefix, layer.num_kv_heads, layer.head_size, options, layer.num_heads)
     vllm_config.compilation_config.static_forward_context[window.layer_name] = window
-    layer.impl.attach(prefix, window, vllm_config)
+    layer.impl.attach(layer, prefix, window, vllm_config)
