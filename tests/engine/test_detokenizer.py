@@ -78,9 +78,7 @@ def test_stop_strings_cut_like_a_search_of_the_whole_text(stops: list[str], piec
         assert found is None
         held = seen[len(out) :]
         assert out + held == seen
-        assert not held or any(
-            s.startswith(held) for s in stops
-        )  # held back only if it may become a stop string
+        assert not held or any(s.startswith(held) for s in stops)  # held back only if it may become a stop string
     assert out + stream.flush() == seen
 
 

@@ -51,9 +51,7 @@ def test_probe_finds_windows_scale_and_softcap() -> None:
     gemma3 = prepare_model(tiny_model("gemma3")).layers
     assert [layer.spec.sliding_window for layer in gemma3] == [24] * 5 + [None]
     assert {layer.spec.scale for layer in gemma3} == {32**-0.5}
-    assert {layer.spec.sliding_window for layer in prepare_model(tiny_model("mistral-sliding")).layers} == {
-        24
-    }
+    assert {layer.spec.sliding_window for layer in prepare_model(tiny_model("mistral-sliding")).layers} == {24}
 
 
 @pytest.mark.parametrize(
@@ -94,9 +92,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(config: Any, message: str,
 def test_a_model_that_mixes_packed_sequences_is_refused() -> None:
     model = tiny_model("llama")
     inner = model.model.layers[0].mlp
-    inner.register_forward_hook(
-        lambda _module, _args, out: out + 0.3 * out.cumsum(1)
-    )  # a state along the row
+    inner.register_forward_hook(lambda _module, _args, out: out + 0.3 * out.cumsum(1))  # a state along the row
     with pytest.raises(ModelError, match="mixes sequences"):
         prepare_model(model)
 

@@ -53,13 +53,9 @@ def test_draws_follow_the_distribution() -> None:
     top_k=st.sampled_from([0, 1, 3, 20]),
     top_p=st.sampled_from([1.0, 0.9, 0.5, 0.05]),
     min_p=st.sampled_from([0.0, 0.1, 0.6]),
-    scale=st.sampled_from(
-        [0.01, 3.0]
-    ),  # nearly uniform: the nucleus is larger than the first candidates looked at
+    scale=st.sampled_from([0.01, 3.0]),  # nearly uniform: the nucleus is larger than the first candidates looked at
 )
-def test_only_allowed_candidates_are_drawn(
-    seed: int, top_k: int, top_p: float, min_p: float, scale: float
-) -> None:
+def test_only_allowed_candidates_are_drawn(seed: int, top_k: int, top_p: float, min_p: float, scale: float) -> None:
     logits = logits_of(seed, scale)
     probability = torch.softmax(logits.double(), 0)
     order = probability.argsort(descending=True).tolist()
@@ -81,9 +77,7 @@ def test_only_allowed_candidates_are_drawn(
 
 def test_a_request_draws_the_same_alone_or_in_a_batch() -> None:
     rows = torch.stack([logits_of(s) for s in range(6)])
-    alone = [
-        [sample(rows[i : i + 1], [one])[0] for _ in range(5)] for i in range(6) for one in [state(seed=i)]
-    ]
+    alone = [[sample(rows[i : i + 1], [one])[0] for _ in range(5)] for i in range(6) for one in [state(seed=i)]]
     batch = [state(seed=i) for i in range(6)]
     together = [sample(rows, batch) for _ in range(5)]
     assert [list(column) for column in zip(*together, strict=True)] == alone

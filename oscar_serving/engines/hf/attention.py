@@ -124,9 +124,7 @@ def _record(
     foreign = tuple(name for name in FOREIGN_ARGUMENTS if kwargs.get(name) is not None)
     index = getattr(module, "layer_idx", -1)
     causal = getattr(module, "is_causal", True) is not False
-    calls.append(
-        RecordedCall(module, index, query_heads, heads, head_dim, value.shape[-1], spec, causal, foreign)
-    )
+    calls.append(RecordedCall(module, index, query_heads, heads, head_dim, value.shape[-1], spec, causal, foreign))
     # Two equal halves, each a sequence of its own.
     rows = torch.arange(tokens, device=query.device)
     half = rows // (tokens // 2)

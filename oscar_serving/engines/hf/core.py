@@ -40,9 +40,7 @@ class EngineCore:
     read.
     """
 
-    def __init__(
-        self, stores: CacheStores, runner: Runner, scheduler: Scheduler, *, eos: frozenset[int]
-    ) -> None:
+    def __init__(self, stores: CacheStores, runner: Runner, scheduler: Scheduler, *, eos: frozenset[int]) -> None:
         self.stores = stores
         self.scheduler = scheduler
         self.counters = Counters()
@@ -120,9 +118,7 @@ class EngineCore:
         )
         return [self.fail(self.scheduler.waiting[0], error)]
 
-    def _conclude(
-        self, chunks: list[Chunk], logits: Tensor, spans: list[tuple[slice, int | None]]
-    ) -> list[Delivery]:
+    def _conclude(self, chunks: list[Chunk], logits: Tensor, spans: list[tuple[slice, int | None]]) -> list[Delivery]:
         """Commit what was computed, then score, sample and report request by request."""
         deliveries: list[Delivery] = []
         failed: set[str] = set()
@@ -182,9 +178,7 @@ class EngineCore:
         if found is not None:
             return self._ended(sequence, "stop", text, [token], logprobs, stop_reason=found)
         if token in params.stop_token_ids:
-            return self._ended(
-                sequence, "stop", text + sequence.stops.flush(), [token], logprobs, stop_reason=token
-            )
+            return self._ended(sequence, "stop", text + sequence.stops.flush(), [token], logprobs, stop_reason=token)
         if sequence.generated >= sequence.max_tokens:
             return self._ended(sequence, "length", text + sequence.stops.flush(), [token], logprobs)
         return sequence, self._output(sequence, text, [token], logprobs, None)
@@ -255,9 +249,7 @@ def _wanted_rows(chunks: list[Chunk]) -> tuple[list[int], list[tuple[slice, int 
     return rows, spans
 
 
-def _sampled_logprobs(
-    logits: Tensor, sequences: list[Sequence], tokens: list[int | None]
-) -> list[TokenLogprob | None]:
+def _sampled_logprobs(logits: Tensor, sequences: list[Sequence], tokens: list[int | None]) -> list[TokenLogprob | None]:
     """Log-probabilities of the sampled tokens, for the requests that want them."""
     entries: list[TokenLogprob | None] = [None] * len(sequences)
     wanted = [
@@ -273,6 +265,4 @@ def _sampled_logprobs(
 
 
 def _internal(error: Exception) -> RequestError:
-    return RequestError(
-        f"the request failed: {type(error).__name__}: {' '.join(str(error).split())}", "internal_error"
-    )
+    return RequestError(f"the request failed: {type(error).__name__}: {' '.join(str(error).split())}", "internal_error")

@@ -46,16 +46,12 @@ class IncrementalDecoder:
         self._pending = 0
         context = self._window[self._context :]
         context_text = self._decode(context)
-        if (
-            context_text or len(context) > MAX_CONTEXT_TOKENS
-        ):  # no text: the space before the next word would be lost
+        if context_text or len(context) > MAX_CONTEXT_TOKENS:  # no text: the space before the next word would be lost
             self._window, self._context, self._emitted = context, len(context), len(context_text)
         return new
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(
-            tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
-        )
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
 
 
 class StopStrings:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from oscar_serving.attention import select_backend
-from oscar_serving.calibration.artifact import Artifact
+from oscar_serving.calibration import Artifact
 from oscar_serving.engines.hf.core import Delivery, EngineCore
 from oscar_serving.engines.hf.detokenizer import IncrementalDecoder, StopStrings
 from oscar_serving.engines.hf.memory import allocate_stores, choose_artifact
@@ -71,16 +71,15 @@ class Engine:
         self.stores = allocate_stores(loaded, artifact, options, device=self.device)
         self.config = self.stores.config if artifact is not None else None
         self.eos_token_ids = _eos_token_ids(loaded, tokenizer)
-        runner = Runner(
-            loaded, self.stores.layers, self.backend, raw_prefill=self.stores.config.prefill_mode == "raw"
-        )
+        runner = Runner(loaded, self.stores.layers, self.backend, raw_prefill=self.stores.config.prefill_mode == "raw")
         scheduler = Scheduler(
-            self.stores.pool, max_num_seqs=options.max_num_seqs, max_batched_tokens=options.max_batched_tokens
+            self.stores.pool,
+            max_num_seqs=options.max_num_seqs,
+            max_batched_tokens=options.max_batched_tokens,
+            page_size=self.stores.config.page_size,
         )
         self.core = EngineCore(self.stores, runner, scheduler, eos=self.eos_token_ids)
-        self._decoding_tokenizer = copy.deepcopy(
-            tokenizer
-        )  # encoding in another thread may alter a tokenizer
+        self._decoding_tokenizer = copy.deepcopy(tokenizer)  # encoding in another thread may alter a tokenizer
         self._seeds = random.Random(options.seed)
         self._inbox = threading.Condition()  # guards the fields below; held for moments only
         self._new: deque[Sequence] = deque()
@@ -108,9 +107,7 @@ class Engine:
             path, device=device, dtype=pick_dtype(options.dtype, device), max_model_len=options.max_model_len
         )
         tokenizer = AutoTokenizer.from_pretrained(path)
-        return cls(
-            loaded, tokenizer, options, artifact=choose_artifact(path, loaded, options), model_id=path.name
-        )
+        return cls(loaded, tokenizer, options, artifact=choose_artifact(path, loaded, options), model_id=path.name)
 
     def submit(
         self,
@@ -138,9 +135,7 @@ class Engine:
             params,
             on_output,
             SamplerState(params, prompt, vocab_size=self.vocab_size, seed=seed),
-            IncrementalDecoder(
-                self._decoding_tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
-            ),
+            IncrementalDecoder(self._decoding_tokenizer, prompt, skip_special_tokens=params.skip_special_tokens),
             StopStrings(params.stop),
             list(prompt),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
@@ -200,8 +195,9 @@ class Engine:
         RuntimeError
             When it does not end as it should; the engine must then not take requests.
         """
-        windows = self.stores.config.sink + self.stores.config.recent
-        length = max(1, min(windows + 2 * self.stores.config.page_size, self.max_model_len - 4))
+        config = self.stores.config
+        windows = 0 if self.stores.plain else config.sink + config.recent
+        length = max(1, min(windows + 2 * config.page_size, self.max_model_len - 4))
         prompt = [token % self.vocab_size for token in range(length)]
         done = threading.Event()
         outputs: list[RequestOutput] = []
@@ -234,9 +230,7 @@ class Engine:
     def _check(self, prompt: list[int], params: SamplingParams) -> int:
         """Tokens to generate, after checking everything that depends on the request alone."""
         if not prompt:
-            raise RequestError(
-                "the prompt is empty: at least one token is needed", "empty_prompt", param="prompt"
-            )
+            raise RequestError("the prompt is empty: at least one token is needed", "empty_prompt", param="prompt")
         for token in prompt:
             if not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise RequestError(

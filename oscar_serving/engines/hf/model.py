@@ -60,9 +60,7 @@ def pick_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device(next(name for name, available in there.items() if available))
     if not there[device]:
-        raise ModelError(
-            f"device={device!r}: not available here; use one of {[n for n, a in there.items() if a]}"
-        )
+        raise ModelError(f"device={device!r}: not available here; use one of {[n for n, a in there.items() if a]}")
     return torch.device(device)
 
 
@@ -75,9 +73,7 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def load_model(
-    path: Path, *, device: torch.device, dtype: torch.dtype, max_model_len: int | None
-) -> LoadedModel:
+def load_model(path: Path, *, device: torch.device, dtype: torch.dtype, max_model_len: int | None) -> LoadedModel:
     """Load ``path`` (a folder with ``config.json`` and safetensors) and probe it.
 
     Raises
@@ -86,9 +82,7 @@ def load_model(
         The folder is not a model, or the model has something that the cache cannot serve.
     """
     if not (path / "config.json").is_file():
-        raise ModelError(
-            f"{path}: not a model folder (there is no config.json); `oscar models list` shows names"
-        )
+        raise ModelError(f"{path}: not a model folder (there is no config.json); `oscar models list` shows names")
     try:
         config = AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError) as error:
@@ -97,9 +91,7 @@ def load_model(
     _check_config(path.name, config, text)
     limit = _length_limit(path.name, text, max_model_len)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=ATTENTION
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=ATTENTION)
     except (ValueError, OSError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"{path.name}: cannot be loaded: {_one_line(error)}") from error
     return prepare_model(model.to(device), max_model_len=limit, name=path.name)
@@ -111,9 +103,7 @@ def prepare_model(model: Any, *, max_model_len: int | None = None, name: str = "
     kind = type(model).__name__
     _check_config(name, model.config, text)
     if not model._supports_attention_backend:
-        raise ModelError(
-            f"{name}: {kind} has attention code of its own that cannot be replaced; not supported"
-        )
+        raise ModelError(f"{name}: {kind} has attention code of its own that cannot be replaced; not supported")
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ModelError(f"{name}: {kind}.forward has no logits_to_keep; not supported")
     limit = _length_limit(name, text, max_model_len)
@@ -125,17 +115,13 @@ def prepare_model(model: Any, *, max_model_len: int | None = None, name: str = "
 
 def _check_config(name: str, config: Any, text: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(
-            f"{name}: encoder-decoder models ({config.model_type}) are not supported, only decoders"
-        )
+        raise ModelError(f"{name}: encoder-decoder models ({config.model_type}) are not supported, only decoders")
     other = sorted(set(getattr(text, "layer_types", None) or ()) - set(SERVED_LAYER_TYPES))
     if other:
         served = ", ".join(SERVED_LAYER_TYPES)
         raise ModelError(f"{name}: layers of type {', '.join(other)} are not supported, only {served}")
     if getattr(text, "num_kv_shared_layers", 0):
-        raise ModelError(
-            f"{name}: layers that share another layer's K and V (num_kv_shared_layers) are not supported"
-        )
+        raise ModelError(f"{name}: layers that share another layer's K and V (num_kv_shared_layers) are not supported")
     if getattr(text, "use_bidirectional_attention", None):
         raise ModelError(f"{name}: use_bidirectional_attention is set; only causal attention is supported")
 
@@ -206,9 +192,7 @@ def _served(name: str, call: RecordedCall, text: Any) -> AttentionLayer:
         sliding = getattr(text, "sliding_window", None) is not None
     if sliding != (window is not None):
         kind = "a sliding" if sliding else "a full"
-        raise ModelError(
-            f"{where}: is {kind} attention layer but attends with sliding_window={window}; not supported"
-        )
+        raise ModelError(f"{where}: is {kind} attention layer but attends with sliding_window={window}; not supported")
     return AttentionLayer(call.index, call.module, call.query_heads, call.heads, call.head_dim, call.spec)
 
 

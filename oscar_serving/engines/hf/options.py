@@ -78,9 +78,7 @@ class EngineOptions:
             ("dtype", get_args(Dtype)),
         ):
             if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r}: allowed is {', '.join(map(repr, allowed))}"
-                )
+                raise ConfigError(f"{name}={getattr(self, name)!r}: allowed is {', '.join(map(repr, allowed))}")
         for name in (
             "kv_cache_memory",
             "max_model_len",
@@ -158,5 +156,6 @@ class EngineStats:
 
     @property
     def cache_usage(self) -> float:
-        """Share of INT2 pages held by running requests, 0 to 1."""
-        return self.quantized.used / self.quantized.total if self.quantized.total else 0.0
+        """Share of the pages held by running requests, 0 to 1 (of the INT2 tier, where there is one)."""
+        tier = self.quantized if self.quantized.total else self.windows
+        return tier.used / tier.total

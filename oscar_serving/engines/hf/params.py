@@ -119,10 +119,7 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether logits depend on earlier tokens or on a bias."""
         return bool(
-            self.repetition_penalty != 1.0
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias
         )
 
 

@@ -38,9 +38,7 @@ class Scheduler:
     gets its turn.
     """
 
-    def __init__(
-        self, pool: CachePool, *, max_num_seqs: int, max_batched_tokens: int, page_size: int
-    ) -> None:
+    def __init__(self, pool: CachePool, *, max_num_seqs: int, max_batched_tokens: int, page_size: int) -> None:
         self._pool = pool
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
@@ -117,7 +115,8 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether the request fits without preempting; admitted chunk by chunk it would only thrash."""
-        raise NotImplementedError
+        tier = self._pool.stats().quantized
+        return (len(sequence.tokens) // self._page_size + 1) <= tier.total - tier.used
 
     def _preempt(self, sequence: Sequence) -> None:
         self._pool.preempt(sequence.request_id)
