@@ -37,11 +37,7 @@ class ApiKeyGuard:
             401,
             "missing or wrong API key: send the header 'Authorization: Bearer KEY'",
             code="invalid_api_key",
-            headers={
-                "WWW-Authenticate": 'Basic realm="oscar", charset="UTF-8"'
-                if scope["path"] == "/"
-                else "Bearer"
-            },
+            headers={"WWW-Authenticate": 'Basic realm="oscar", charset="UTF-8"' if scope["path"] == "/" else "Bearer"},
         )
         await error.response()(scope, receive, send)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -65,18 +66,16 @@ def _no_constant(name: str) -> NoReturn:
 def _check_values(value: Any) -> None:
     """Refuse what JSON lets through but no field can mean: half surrogate pairs, 1e999, deep nesting."""
     level: list[Any] = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         deeper: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                deeper.extend(item)
-                deeper.extend(item.values())
-            elif isinstance(item, list):
-                deeper.extend(item)
-            elif isinstance(item, str):
-                _check_text(item)
-            elif isinstance(item, float) and not math.isfinite(item):
-                raise bad_request("the body holds a number too large for a 64-bit float", code="invalid_json")
+        for container in level:
+            for item in (*container, *container.values()) if isinstance(container, dict) else container:
+                if isinstance(item, dict | list):
+                    deeper.append(item)
+                elif isinstance(item, str):
+                    _check_text(item)
+                elif isinstance(item, float) and not math.isfinite(item):
+                    raise bad_request("the body holds a number too large for a 64-bit float", code="invalid_json")
         if not deeper:
             return
         level = deeper
@@ -87,9 +86,7 @@ def _check_text(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise bad_request(
-            "the body holds half of a surrogate pair, which is not text", code="invalid_json"
-        ) from None
+        raise bad_request("the body holds half of a surrogate pair, which is not text", code="invalid_json") from None
 
 
 def validate(model: type[Model], data: dict[str, Any]) -> Model:
@@ -97,8 +94,10 @@ def validate(model: type[Model], data: dict[str, Any]) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"] if not _is_union_tag(part))
+        failures = error.errors(include_url=False, include_context=False)
+        places = [".".join(str(part) for part in failure["loc"] if not _is_union_tag(part)) for failure in failures]
+        # Of a union's branches, the one that was meant got furthest.
+        first, place = max(zip(failures, places, strict=True), key=lambda pair: pair[1].count("."))
         message = f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}" if place else first["msg"]
         if first["type"] != "missing":
             message += f" (got {_shown(first['input'])})"
@@ -107,7 +106,7 @@ def validate(model: type[Model], data: dict[str, Any]) -> Model:
 
 def _is_union_tag(part: int | str) -> bool:
     """Whether a part of an error's place is the Python type of a union's branch: no client knows it."""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or not part.isidentifier())
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or bool(re.search(r"[^\w.]", part)))
 
 
 def _shown(value: Any) -> str:

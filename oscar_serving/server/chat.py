@@ -42,9 +42,7 @@ class Answer:
     def piece(self, output: RequestOutput) -> ChatChunkChoice:
         """What is new with ``output``."""
         text, calls = output.text, list[CalledTool]()
-        reason = cast(
-            "FinishReason | None", output.finish_reason
-        )  # Generation raises for the engine's others
+        reason = cast("FinishReason | None", output.finish_reason)  # Generation raises for the engine's others
         if self._reader is not None:
             text, calls = self._reader.push(text)
             if reason is not None:
@@ -72,14 +70,10 @@ def _joined(pieces: list[ChatChunkChoice]) -> ChatChoice:
     calls = [call for piece in pieces for call in piece.delta.tool_calls or ()]
     message = AnswerMessage(role="assistant", content=text if text or not calls else None)
     if calls:
-        message.tool_calls = [
-            CalledTool(id=call.id, type=call.type, function=call.function) for call in calls
-        ]
+        message.tool_calls = [CalledTool(id=call.id, type=call.type, function=call.function) for call in calls]
     scored = None
     if last.logprobs is not None:
-        scored = ChatLogprobs(
-            content=[entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content]
-        )
+        scored = ChatLogprobs(content=[entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content])
     assert last.finish_reason is not None
     choice = ChatChoice(index=last.index, message=message, logprobs=scored, finish_reason=last.finish_reason)
     if last.stop_reason is not None:
@@ -98,9 +92,7 @@ async def chat(state: ServerState, request: ChatRequest) -> ChatAnswer:
     prompt = await state.prompts.render_chat(
         request.messages,
         tools=tools,
-        add_generation_prompt=not goes_on
-        if request.add_generation_prompt is None
-        else request.add_generation_prompt,
+        add_generation_prompt=not goes_on if request.add_generation_prompt is None else request.add_generation_prompt,
         continue_final_message=goes_on,
         kwargs=request.chat_template_kwargs,
     )

@@ -29,9 +29,7 @@ from oscar_serving.server.tokens import TokenTable
 class Continuation:
     """One choice on its way out: the engine's outputs become pieces of the answer, an echoed prompt first."""
 
-    def __init__(
-        self, index: int, echo: tuple[str, list[int]] | None, *, logprobs: bool, table: TokenTable
-    ) -> None:
+    def __init__(self, index: int, echo: tuple[str, list[int]] | None, *, logprobs: bool, table: TokenTable) -> None:
         self._index = index
         self._echo = echo
         self._logprobs = logprobs
@@ -80,9 +78,7 @@ async def complete(state: ServerState, request: CompletionRequest) -> Completion
     n = request.n or 1
     prompts = parse_prompts(request.prompt)
     if len(prompts) * n > MAX_CHOICES:
-        raise bad_request(
-            f"{len(prompts)} prompts with n={n}: at most {MAX_CHOICES} choices in one request", "n"
-        )
+        raise bad_request(f"{len(prompts)} prompts with n={n}: at most {MAX_CHOICES} choices in one request", "n")
     choices: list[Choice] = []
     continuations: list[Continuation] = []
     for prompt in prompts:
@@ -96,9 +92,7 @@ async def complete(state: ServerState, request: CompletionRequest) -> Completion
             choices.append(Choice(ids, completion_params(request, number)))
             echo = (text or "", ids) if request.echo else None
             continuations.append(
-                Continuation(
-                    len(continuations), echo, logprobs=request.logprobs is not None, table=state.table
-                )
+                Continuation(len(continuations), echo, logprobs=request.logprobs is not None, table=state.table)
             )
     request_id = new_request_id("cmpl")
     return CompletionAnswer(state.generate(request_id, choices), continuations, request, request_id, model, n)
@@ -151,17 +145,11 @@ class CompletionAnswer:
         continuous = bool(options and options.continuous_usage_stats)
         async for index, output in self._generation:
             piece = self._continuations[index].piece(output)
-            if (
-                not piece.text
-                and piece.finish_reason is None
-                and not (piece.logprobs and piece.logprobs.tokens)
-            ):
+            if not piece.text and piece.finish_reason is None and not (piece.logprobs and piece.logprobs.tokens):
                 continue  # held back: part of a character, or what may become a stop string
             chunk = CompletionResponse(**self._frame, choices=[piece])
             if continuous:
                 chunk.usage = usage(self._generation.choices, self._n)
             yield event(chunk)
         if options and options.include_usage:
-            yield event(
-                CompletionResponse(**self._frame, choices=[], usage=usage(self._generation.choices, self._n))
-            )
+            yield event(CompletionResponse(**self._frame, choices=[], usage=usage(self._generation.choices, self._n)))

@@ -102,6 +102,4 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return ApiError(
-            500, "internal error; the server's log has the details", code="internal_error"
-        ).response()
+        return ApiError(500, "internal error; the server's log has the details", code="internal_error").response()

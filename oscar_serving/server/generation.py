@@ -33,9 +33,7 @@ class Generation:
     time, also twice.
     """
 
-    def __init__(
-        self, engine: Engine, request_id: str, choices: Sequence[Choice], metrics: RequestMetrics
-    ) -> None:
+    def __init__(self, engine: Engine, request_id: str, choices: Sequence[Choice], metrics: RequestMetrics) -> None:
         self.choices = list(choices)
         self._engine = engine
         self._metrics = metrics

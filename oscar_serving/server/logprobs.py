@@ -43,9 +43,7 @@ def completion_logprobs(
     return result
 
 
-def chat_logprobs(
-    token_ids: Sequence[int], entries: Sequence[TokenLogprob], table: TokenTable
-) -> ChatLogprobs:
+def chat_logprobs(token_ids: Sequence[int], entries: Sequence[TokenLogprob], table: TokenTable) -> ChatLogprobs:
     """``/v1/chat/completions`` form."""
 
     def fields(token: int, logprob: float) -> dict[str, object]:

@@ -41,9 +41,7 @@ class RequestMetrics:
         )
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(model, reason)
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds", "Wait for the first token.", _SECONDS
-        )
+        self._first_token = self._histogram("time_to_first_token_seconds", "Wait for the first token.", _SECONDS)
         self._latency = self._histogram("e2e_request_latency_seconds", "Time of a whole request.", _SECONDS)
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds",
@@ -51,9 +49,7 @@ class RequestMetrics:
             _SECONDS_PER_TOKEN,
         )
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-        self._generated = self._histogram(
-            "request_generation_tokens", "Generated tokens of a request.", _TOKENS
-        )
+        self._generated = self._histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self._registry)

@@ -43,9 +43,7 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
 def document(app: FastAPI) -> dict[str, Any]:
     """The document, made on the first call."""
     if app.openapi_schema is None:
-        schema = get_openapi(
-            title=app.title, version=app.version, description=app.description, routes=app.routes
-        )
+        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         _, definitions = models_json_schema(
             [*((model, "validation") for model in _BODIES), (ChatChunk, "serialization")], ref_template=_REF
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,8 @@ class PromptBuilder:
     def __init__(self, tokenizer: Any, chat_template: str | None) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self.chat_template: str | None = chat_template or tokenizer.chat_template
+        #: What only the server says to the template's renderer; everything else is for the template.
+        self._reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"kwargs"}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="oscar-tokenizer")
 
     async def _run(self, work: Callable[[], T]) -> T:
@@ -86,9 +89,7 @@ class PromptBuilder:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``."""
-        return await self._run(
-            lambda: list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        )
+        return await self._run(lambda: list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)))
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; ids outside the vocabulary are a 400."""
@@ -127,12 +128,8 @@ class PromptBuilder:
                 "messages",
             )
         if continue_final_message and add_generation_prompt:
-            raise bad_request(
-                "continue_final_message goes with add_generation_prompt false", "continue_final_message"
-            )
-        reserved = sorted(
-            {"messages", "tools", "conversation", "chat_template", "tokenize"} & (kwargs or {}).keys()
-        )
+            raise bad_request("continue_final_message goes with add_generation_prompt false", "continue_final_message")
+        reserved = sorted(self._reserved & (kwargs or {}).keys())
         if reserved:
             raise bad_request(f"chat_template_kwargs.{reserved[0]} cannot be set", "chat_template_kwargs")
         conversation = [_template_message(message, index) for index, message in enumerate(messages)]
@@ -154,9 +151,7 @@ class PromptBuilder:
             return await self._run(render)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             # A template is the model's own program: what it cannot take shows as any of these.
-            raise ApiError(
-                400, f"the chat template refuses this conversation: {error}", param="messages"
-            ) from error
+            raise ApiError(400, f"the chat template refuses this conversation: {error}", param="messages") from error
 
     def close(self) -> None:
         """End the thread."""

@@ -71,6 +71,4 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
     for field in body:
         rule = REFUSED.get(field)
         if rule is not None and not rule[0](body[field], body):
-            raise bad_request(
-                f"{field} is not supported: {rule[1]}", param=field, code="unsupported_parameter"
-            )
+            raise bad_request(f"{field} is not supported: {rule[1]}", param=field, code="unsupported_parameter")

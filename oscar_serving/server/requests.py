@@ -62,9 +62,9 @@ class GenerationRequest(_Request):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: (
-        dict[Annotated[str, Field(pattern=r"^\d{1,18}$")], Annotated[float, Field(ge=-100, le=100)]] | None
-    ) = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,18}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
+        None
+    )
 
 
 class CompletionRequest(GenerationRequest):

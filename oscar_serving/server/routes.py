@@ -123,9 +123,7 @@ async def models(request: Request) -> Response:
     return _json(ModelList(object="list", data=_cards(ServerState.of(request))))
 
 
-@router.get(
-    "/v1/models/{model:path}", response_model=None, responses={200: {"model": ModelCard}, **errors(401, 404)}
-)
+@router.get("/v1/models/{model:path}", response_model=None, responses={200: {"model": ModelCard}, **errors(401, 404)})
 async def model(request: Request, model: str) -> Response:
     """One name of the model."""
     state = ServerState.of(request)
@@ -186,9 +184,7 @@ async def tokenize(request: Request) -> Response:
         )
     else:
         assert body.prompt is not None
-        tokens = await state.prompts.encode(
-            body.prompt, add_special_tokens=body.add_special_tokens is not False
-        )
+        tokens = await state.prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     result = TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=state.engine.max_model_len)
     if body.return_token_strs:
         result.token_strs = [state.table.text_of(token) for token in tokens]

@@ -19,12 +19,8 @@ def completion_params(request: CompletionRequest, choice: int) -> SamplingParams
 
 def chat_params(request: ChatRequest, choice: int) -> SamplingParams:
     """Parameters of the ``choice``-th answer."""
-    max_tokens = (
-        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    )
-    return _params(
-        request, choice, max_tokens, (request.top_logprobs or 0) if request.logprobs else None, None
-    )
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    return _params(request, choice, max_tokens, (request.top_logprobs or 0) if request.logprobs else None, None)
 
 
 def _params(

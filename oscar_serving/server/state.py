@@ -66,9 +66,7 @@ class ServerState:
         if asked in self.names:
             return asked
         served = ", ".join(map(repr, self.names))
-        raise ApiError(
-            404, f"model {asked!r} is not served here: {served} is", param="model", code="model_not_found"
-        )
+        raise ApiError(404, f"model {asked!r} is not served here: {served} is", param="model", code="model_not_found")
 
     def generate(self, request_id: str, choices: list[Choice]) -> Generation:
         """Start the choices in the engine."""
@@ -92,7 +90,5 @@ def usage(choices: list[Choice], n: int) -> Usage:
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(
-            cached_tokens=sum(choice.cached_tokens for choice in prompts)
-        ),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(choice.cached_tokens for choice in prompts)),
     )

@@ -69,7 +69,6 @@ class EventStream(Response):
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         self.status_code = 200
         self.background = None
-        self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
         self._close = close

@@ -56,7 +56,7 @@ def test_nothing_is_read_without_the_key(guarded: Served, path: str) -> None:
     error_of(guarded.client.post(path, content=b"x" * 100_000), status if status == 401 else 413)
 
 
-@pytest.mark.parametrize("key", ["", "x", KEY[:-1], KEY + "x", KEY.upper(), "sesame-open"])
+@pytest.mark.parametrize("key", ["x", KEY[:-1], KEY + "x", KEY.upper(), "sesame-open"])
 def test_wrong_keys(guarded: Served, key: str) -> None:
     error_of(guarded.client.get("/v1/models", headers=bearer(key)), 401)
 

@@ -31,7 +31,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_stream_left_by_its_client_frees_its_pages(served: Served) -> None:
     before = served.engine.stats().generated_tokens
     with served.client.stream("POST", "/v1/completions", json={**LONG, "stream": True, "n": 2}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         assert served.engine.stats().quantized.used
     served.wait_until_idle()
     assert served.engine.stats().generated_tokens - before < 3000
@@ -52,14 +53,16 @@ def test_aborted_requests_are_counted(served: Served) -> None:
 
     before = aborted()
     with served.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
     wait_for(lambda: aborted() == before + 1)
 
 
 def test_full_queue_says_when_to_come_back(load: Callable[..., Engine]) -> None:
     with serve(load(max_num_seqs=1, max_waiting=1)) as served:
         with served.client.stream("POST", "/v1/completions", json={**LONG, "n": 2, "stream": True}) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             refused = served.client.post("/v1/completions", json={"prompt": "x"})
             error = error_of(refused, 429)
             assert error["code"] == "queue_full"
@@ -107,8 +110,9 @@ def test_failing_step_fails_its_requests_and_the_server_lives(
 
 
 def test_stop_lets_running_requests_finish(load: Callable[..., Engine]) -> None:
+    body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with serve(load()) as served:
-            answer = pool.submit(served.complete, prompt="x", max_tokens=300, ignore_eos=True)
+            answer = pool.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=60)
             wait_for(lambda: served.engine.stats().running == 1)
-        assert answer.result()["usage"]["completion_tokens"] == 300
+        assert answer.result().json()["usage"]["completion_tokens"] == 300

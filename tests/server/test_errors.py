@@ -200,6 +200,7 @@ def test_other_content_types(served: Served, media: str | None) -> None:
 
 
 def test_template_that_refuses_a_conversation(served: Served) -> None:
-    body = {**HELLO, "chat_template_kwargs": {"tools": 5, "add_generation_prompt": {}}}
+    body = {"messages": [{"role": "assistant", "content": "me first"}]}
     error = error_of(served.client.post(CHAT, json=body), 400)
     assert error["param"] == "messages"
+    assert "the user begins" in error["message"]

@@ -84,7 +84,8 @@ def test_metrics_count_what_was_done(served: Served) -> None:
 def test_metrics_show_pages_in_use_while_a_request_runs(served: Served) -> None:
     body = {"prompt": "x" * 200, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with served.client.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         during = metrics(served)
     assert during["vllm:num_requests_running", ""] == 1
     assert during["oscar_pages_in_use", "int2"] >= 200 // 16

@@ -17,6 +17,7 @@ TEMPLATE = (
     "{{ '<|im_start|>system\n<tools>' + (tools | tojson) + '</tools> <tool_call><|im_end|>\n' }}"
     "{% endif %}"
     "{% for m in messages %}"
+    "{% if loop.first and m['role'] == 'assistant' %}{{ raise_exception('the user begins') }}{% endif %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
