@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from oscar_serving.config import KV_CACHE_DTYPES
+from oscar_serving.engines.vllm.history import Group, plan_groups
 from oscar_serving.engines.vllm.options import WINDOW_BLOCK
 from oscar_serving.engines.vllm.scratch import Scratch
 
@@ -147,21 +148,19 @@ class PrefillMetadata:
         Index of the first such request in the batch.
     query_start
         int32 ``[P + 1]``, counted from the first prefill token.
-    lengths, context
-        int32 ``[P]``: tokens with and without those of this step.
-    max_query, max_length
-        Longest query and longest sequence.
-    has_context
-        Whether some request has tokens of an earlier step.
+    lengths
+        int32 ``[P]``: tokens, those of this step included.
+    longest_query
+        Most new tokens of a request.
+    groups
+        Stretches of the history that the step reads.
     """
 
     first: int
     query_start: Tensor
     lengths: Tensor
-    context: Tensor
-    max_query: int
-    max_length: int
-    has_context: bool
+    longest_query: int
+    groups: list[Group]
 
 
 @dataclass
@@ -189,8 +188,10 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
         assert self.reorder_batch_threshold is not None
+        config = layers[0].impl.cached.layout.config
+        self.recent, self.rule = config.recent, config.prefill_mode == "rule"
         self.scratch = Scratch.reserve(
-            [layer.impl.shape for layer in layers], vllm_config, self.reorder_batch_threshold, device
+            [layer.impl.shape for layer in layers], vllm_config, self.reorder_batch_threshold, self.recent, device
         )
 
     def build(
@@ -216,13 +217,15 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         lengths = common.seq_lens[first:]
         queries = common.query_start_loc_cpu[first + 1 :] - common.query_start_loc_cpu[first:-1]
         host_lengths = common.seq_lens_cpu_upper_bound  # exact for prefills
-        has_context = host_lengths is None or bool((host_lengths[first:] > queries).any())
-        return PrefillMetadata(
-            first=first,
-            query_start=query_start,
-            lengths=lengths,
-            context=lengths - (query_start[1:] - query_start[:-1]),
-            max_query=int(queries.max()),
-            max_length=common.max_seq_len,
-            has_context=has_context,
+        before = (common.seq_lens.cpu() if host_lengths is None else host_lengths)[first:] - queries
+        host_queries = queries.tolist()
+        groups = plan_groups(
+            query_start,
+            lengths - (query_start[1:] - query_start[:-1]),
+            host_queries,
+            before.clamp(min=0).tolist(),
+            recent=self.recent,
+            rule=self.rule,
+            rows=self.scratch.rows,
         )
+        return PrefillMetadata(first, query_start, lengths, max(host_queries), groups)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.triton import decode as triton_decode
+from oscar_kernels.triton import gather as gather_rows
 from oscar_kernels.triton import store as triton_store
 from torch import Tensor
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from oscar_serving.attention import AttentionSpec
 from oscar_serving.codec import PageLayout
-from oscar_serving.engines.vllm import portable
+from oscar_serving.engines.vllm import history, portable
+from oscar_serving.engines.vllm.flash import VllmFlash
 from oscar_serving.engines.vllm.scratch import LayerShape
 from oscar_serving.rotation import LayerTransform
 
@@ -36,6 +40,8 @@ class CachedLayer:
         self.owner, self.layout, self.spec, self.sinks = owner, layout, spec, sinks
         self.has_k_mean = bool(transform.k_mean.any())
         self.has_v_mean = bool(transform.v_mean.any())
+        #: Plain PyTorch instead of kernels.
+        self.portable = torch.get_default_device().type == "cpu"
         self.rotates = layout.config.rotation != "none"
         for name in _CONSTANTS:
             value = getattr(transform, name).to(torch.get_default_device())
@@ -71,7 +77,7 @@ class CachedLayer:
     def store(self, k: Tensor, v: Tensor, slots: Tensor, window_slots: Tensor) -> None:
         """Write ``k, v`` ``[T, heads, d]`` to both stores."""
         n = min(k.shape[0], slots.shape[0])
-        if k.device.type == "cpu":
+        if self.portable:
             portable.store(
                 self.pages, self.windows, self.layout, self.transform, k[:n], v[:n], slots[:n], window_slots[:n]
             )
@@ -103,7 +109,7 @@ class CachedLayer:
     def decode(self, q: Tensor, step: OscarMetadata, window_table: Tensor, out: Tensor, shape: LayerShape) -> None:
         """Attend for the decodes of a step, ``q`` and ``out`` ``[T, query heads, d]``; all keys are in the stores."""
         requests = step.num_decodes
-        if q.device.type == "cpu":
+        if self.portable:
             self._attend_portable(q, None, None, step.query_start, step.lengths, 0, requests, step, window_table, out)
             return
         scratch, config = step.scratch, self.layout.config
@@ -146,13 +152,45 @@ class CachedLayer:
         out: Tensor,
     ) -> None:
         """Attend for the other requests of a step; ``k, v`` ``[T, heads, d]`` are their new tokens, already stored."""
-        if q.device.type == "cpu":
+        if self.portable:
             self._attend_portable(
                 q, k, v, prefill.query_start, prefill.lengths, prefill.first, len(prefill.lengths), step,
                 window_table, out,
             )  # fmt: skip
             return
-        raise NotImplementedError
+        rows = slice(prefill.first, None)
+        history.attend(
+            self, q, k, v, out, query_start=prefill.query_start, longest_query=prefill.longest_query,
+            groups=prefill.groups, page_table=step.block_table[rows], window_table=window_table[rows],
+            scratch=step.scratch.history_rows(k.shape[1], k.shape[2]), flash=self.flash, merge=merge_attn_states,
+        )  # fmt: skip
+
+    @cached_property
+    def flash(self) -> history.Flash:
+        """The dense attention kernel of this device."""
+        return VllmFlash(self.layout.head_dim, self.spec.softcap, self.sinks)
+
+    def gather(
+        self, stretch: history.Stretch, table: Tensor, window_table: Tensor, k: Tensor, v: Tensor, *, near: bool
+    ) -> None:
+        """Read a stretch of the cache back into ``k, v`` ``[rows, heads, d]``, model space."""
+        gather_rows.gather(
+            tuple(self.meta_views), self._kernel_windows(window_table), table, stretch.starts, stretch.rows,
+            stretch.longest, k_out=k, v_out=v, k_rotation=self._constant("k_rotation"),
+            v_rotation=self._constant("v_rotation"), k_unit=self._constant("k_unit"), v_unit=self._constant("v_unit"),
+            k_mean=self._constant("k_mean") if self.has_k_mean else None,
+            v_mean=self._constant("v_mean") if self.has_v_mean else None,
+            sink=self.layout.config.sink, near=near,
+        )  # fmt: skip
+
+    def attend_near(
+        self, q: Tensor, near: Any, far: Any, group: history.Group, out: Tensor, lse: Tensor
+    ) -> None:
+        """Attend to the keys right before each request's new tokens."""
+        gather_rows.attend_near(
+            q, near, far, group.query_start, group.context, group.near.starts, group.near.rows, group.longest_query,
+            out=out, lse=lse, recent=self.layout.config.recent, scale=self.spec.scale, softcap=self.spec.softcap,
+        )  # fmt: skip
 
     def _attend_portable(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, query_start: Tensor, lengths: Tensor, first: int,

@@ -12,6 +12,7 @@ from oscar_kernels.triton import config as triton_config
 from oscar_kernels.triton import decode as triton_decode
 from torch import Tensor
 
+from oscar_serving.engines.vllm.history import SCRATCH_ROWS
 from oscar_serving.engines.vllm.options import INT2_BLOCK, WINDOW_BLOCK
 
 Kernel = Literal["cuda", "triton"]
@@ -74,24 +75,31 @@ class Scratch:
         float32 ``[tokens, query heads, d]`` (flat): queries in cache space.
     bias
         float32 ``[tokens, query heads]`` (flat): ``q · k_mean``.
+    history
+        K and V of a stretch of the history, 16-bit ``[2, rows * heads * d]`` (flat).
     """
 
     partial: Tensor
     arrived: Tensor
     rotated: Tensor
     bias: Tensor
+    history: Tensor
+    rows: int
     max_length: int
     device: torch.device
     plans: dict[tuple[LayerShape, int, int], Any] = field(default_factory=dict)
 
     @classmethod
     def reserve(
-        cls, shapes: Sequence[LayerShape], vllm_config: Any, queries: int, device: torch.device
+        cls, shapes: Sequence[LayerShape], vllm_config: Any, queries: int, recent: int, device: torch.device
     ) -> Scratch:
         """Allocate for the largest decode batch of any of ``shapes`` with up to ``queries`` new tokens a request."""
         requests = vllm_config.scheduler_config.max_num_seqs
         max_length = vllm_config.model_config.max_model_len
         partial = arrived = rotated = bias = 0
+        rows = min(SCRATCH_ROWS, 2 * max_length)
+        rows = max(rows, 2 * recent, vllm_config.scheduler_config.max_num_batched_tokens)
+        kv = max(shape.heads * shape.head_dim for shape in shapes)
         for shape in set(shapes):
             for q in {1, queries}:
                 for n in range(1, requests + 1):
@@ -105,9 +113,16 @@ class Scratch:
             torch.zeros(max(arrived, 1), dtype=torch.int32, device=device),
             torch.empty(rotated, dtype=torch.float32, device=device),
             torch.empty(bias, dtype=torch.float32, device=device),
+            torch.empty(2, rows * kv, dtype=vllm_config.model_config.dtype, device=device),
+            rows,
             max_length,
             device,
         )
+
+    def history_rows(self, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Scratch for K and V ``[rows, heads, d]`` of a layer."""
+        k, v = (flat[: self.rows * heads * head_dim].view(self.rows, heads, head_dim) for flat in self.history)
+        return k, v
 
     def plan(self, shape: LayerShape, requests: int, queries: int) -> Any:
         """Geometry of a decode batch; it depends on the batch's shape only, so a captured graph stays valid."""
