@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,8 +54,8 @@ class DecodeConfig:
 
 #: Compute capability (major, minor) → defaults. The nearest lower entry serves a card that is not listed.
 DEFAULTS: dict[tuple[int, int], DecodeConfig] = {
-    (8, 0): DecodeConfig(),
-    (8, 9): DecodeConfig(stages=3),
+    (8, 0): DecodeConfig(registers=0, resident=2),
+    (8, 9): DecodeConfig(registers=0, resident=2, stages=3),
     (9, 0): DecodeConfig(),
     (10, 0): DecodeConfig(),
 }
@@ -72,7 +73,7 @@ def tuning_key(device: str, head_dim: int, k_bits: int, v_bits: int, ratio: int,
 
 
 @functools.cache
-def _tuned(path: Path) -> dict[str, dict[str, int]]:
+def _tuned(path: Path) -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 

@@ -139,7 +139,7 @@ def decode(
         False promises that every window page the position rule asks for is there.
     """
     k_codes, k_meta, v_codes, v_meta = (_words(t, i % 2 == 1) for i, t in enumerate(codes))
-    tokens, query_heads, d = q.shape
+    _, query_heads, d = q.shape
     heads, page_size, groups = codes[0].shape[1], codes[0].shape[2], codes[1].shape[3]
     k_bits, v_bits = codes[0].shape[3] * 8 // d, codes[2].shape[3] * 8 // d
     if q.dtype != torch.float32 or q.stride(-1) != 1 or out.stride(-1) != 1:

@@ -15,7 +15,9 @@ from oscar_kernels.triton.common_kernel import LOG2E, planes, split_meta
 
 
 @triton.jit
-def _window_pages(table, row, key, valid, from_window, from_sink, SINK: tl.constexpr, WPAGE: tl.constexpr, RING: tl.constexpr):
+def _window_pages(
+    table, row, key, valid, from_window, from_sink, SINK: tl.constexpr, WPAGE: tl.constexpr, RING: tl.constexpr
+):
     """Window page, slot and presence of each key. ``RING > 0``: one row per request, ``[SINK | RING positions]``."""
     if RING > 0:
         slot = tl.where(key < SINK, key, SINK + key % RING)
@@ -128,9 +130,7 @@ def _int_tile(
         t = (1.0 - e) / (1.0 + e)
         score = softcap * tl.where(x < 0, -t, t)
     if MASKED:
-        _, _, present = _window_pages(
-            window_row, window_line, key, inside, from_window, from_sink, SINK, WPAGE, RING
-        )
+        _, _, present = _window_pages(window_row, window_line, key, inside, from_window, from_sink, SINK, WPAGE, RING)
         key3 = key[:, :, None]
         in_window = ((key3 < SINK) | (key3 > position[None, None, :] - RECENT)) & present[:, :, None]
         seen = (key3 <= position[None, None, :]) & live_row[None, None, :] & inside[:, :, None] & (in_window == 0)
@@ -421,7 +421,10 @@ def decode_kernel(
         for i in tl.static_range(NV):
             value = acc[i] * back[:, None, :]
             if not V_GENERAL:
-                value = value * (2.0 ** -(VB * (i // 2))) + (mins[((i // 2) * (HEAD * VB // 8)) // (HEAD // GROUPS)] * (weight * vu))[:, None, :]
+                value = (
+                    value * (2.0 ** -(VB * (i // 2)))
+                    + (mins[((i // 2) * (HEAD * VB // 8)) // (HEAD // GROUPS)] * (weight * vu))[:, None, :]
+                )
             o = tl.sum(value, axis=0) * inverse[None, :]
             channel = (i // 2) * (HEAD * VB // 8) + 2 * vj + i % 2
             tl.store(out_at + r[None, :] * HEAD + channel[:, None], o, mask=(vj < VROW)[:, None] & live[None, :])

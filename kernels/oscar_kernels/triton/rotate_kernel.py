@@ -11,7 +11,7 @@ def rotate_kernel(
     q, rotation, mean, out, bias, ratio, rows, q_token, q_head, heads,
     HEAD: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, HAS_MEAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out = q @ rotation[head]`` float32 ``[T, Hq, d]`` and ``bias = q . mean``; grid ``(rows / R, d / C, heads)``."""
+    """``out = q @ rotation[head]`` float32 ``[T, Hq, d]`` and ``bias = q . mean``; grid ``(rows, columns, heads)``."""
     head = tl.program_id(2)
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows

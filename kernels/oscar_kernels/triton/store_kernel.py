@@ -9,8 +9,10 @@ FLOAT16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
-def _rotated(x, x_at, live, matrix, mean, mean_at, p: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, ROTATE: tl.constexpr,
-             HAS_MEAN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _rotated(
+    x, x_at, live, matrix, mean, mean_at, p: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr,
+    ROTATE: tl.constexpr, HAS_MEAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Channels ``p * ROW … (p + 1) * ROW`` of the rotated rows, float32 ``[tokens, RP]``."""
     if ROTATE:
         if PRECISION == "fp16":
@@ -69,11 +71,16 @@ def _store_one(
             if HAS_MEAN:
                 rows = rows - center[None, :]
         window_base = (
-            window + (window_slot // WPAGE) * win_page + head.to(tl.int64) * win_head + (window_slot % WPAGE) * win_token
+            window
+            + (window_slot // WPAGE) * win_page
+            + head.to(tl.int64) * win_head
+            + (window_slot % WPAGE) * win_token
         )
         plane = ()
         for p in tl.static_range(PER):
-            y = _rotated(rows, x_at, live, matrices[p], mean, head * HEAD + p * ROW, p, ROW, RP, ROTATE, HAS_MEAN, PRECISION)
+            y = _rotated(
+                rows, x_at, live, matrices[p], mean, head * HEAD + p * ROW, p, ROW, RP, ROTATE, HAS_MEAN, PRECISION
+            )
             tl.store(
                 window_base[:, None] + (p * ROW + j)[None, :],
                 y.to(window.dtype.element_ty),
