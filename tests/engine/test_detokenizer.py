@@ -37,6 +37,13 @@ def test_a_character_begun_in_the_prompt_is_completed() -> None:
     assert [decoder.push(byte) for byte in rest] == ["é"]
 
 
+def test_a_character_broken_off_in_the_prompt_stays_there() -> None:
+    decoder = IncrementalDecoder(TOKENIZER, [*b"caf", *"é".encode()[:1]])
+    assert [decoder.push(byte) for byte in b"x\xffy"] == ["x", "", f"{REPLACEMENT}y"]
+    decoder = IncrementalDecoder(TOKENIZER, [0xFF, 0xFE])
+    assert "".join(decoder.push(byte) for byte in b"\xffxy") == f"{REPLACEMENT}xy"
+
+
 def test_a_character_cut_off_by_the_end_is_dropped_and_bytes_that_are_none_are_shown() -> None:
     decoder = IncrementalDecoder(TOKENIZER, [])
     assert "".join(decoder.push(byte) for byte in b"ok\xf0\x9f\x98") == "ok"

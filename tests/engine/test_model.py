@@ -46,12 +46,12 @@ def test_probe_finds_every_layer(family: str) -> None:
 
 def test_probe_finds_windows_scale_and_softcap() -> None:
     gemma2 = prepare_model(tiny_model("gemma2-softcap")).layers
-    assert [layer.spec.sliding_window for layer in gemma2] == [24, None, 24, None]
+    assert [layer.spec.sliding_window for layer in gemma2] == [40, None, 40, None]
     assert {layer.spec.softcap for layer in gemma2} == {5.0}
     gemma3 = prepare_model(tiny_model("gemma3")).layers
-    assert [layer.spec.sliding_window for layer in gemma3] == [24] * 5 + [None]
+    assert [layer.spec.sliding_window for layer in gemma3] == [40] * 5 + [None]
     assert {layer.spec.scale for layer in gemma3} == {32**-0.5}
-    assert {layer.spec.sliding_window for layer in prepare_model(tiny_model("mistral-sliding")).layers} == {24}
+    assert {layer.spec.sliding_window for layer in prepare_model(tiny_model("mistral-sliding")).layers} == {40}
 
 
 @pytest.mark.parametrize(

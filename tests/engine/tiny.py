@@ -37,14 +37,14 @@ CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**_COMMON),
     "qwen2": Qwen2Config(**_COMMON),
     "qwen3": Qwen3Config(**_COMMON, head_dim=32),
-    "mistral-sliding": MistralConfig(**_COMMON, sliding_window=24),
+    "mistral-sliding": MistralConfig(**_COMMON, sliding_window=40),
     "phi3": Phi3Config(**_COMMON, original_max_position_embeddings=2048),
     "gemma2-softcap": Gemma2Config(
-        **{**_COMMON, "num_hidden_layers": 4}, head_dim=32, sliding_window=24, attn_logit_softcapping=5.0,
+        **{**_COMMON, "num_hidden_layers": 4}, head_dim=32, sliding_window=40, attn_logit_softcapping=5.0,
         query_pre_attn_scalar=32,
     ),
     "gemma3": Gemma3TextConfig(
-        **{**_COMMON, "num_hidden_layers": 6}, head_dim=32, sliding_window=24, query_pre_attn_scalar=32
+        **{**_COMMON, "num_hidden_layers": 6}, head_dim=32, sliding_window=40, query_pre_attn_scalar=32
     ),
     "llama-mha-80": LlamaConfig(**{**_COMMON, "num_key_value_heads": 4}, head_dim=80),
 }  # fmt: skip

@@ -29,7 +29,9 @@ class IncrementalDecoder:
         self._window = list(prompt[-CONTEXT_TOKENS:])  # tokens decoded together
         self._context = len(self._window)  # of these, whose text has come out whole
         self._pending = 0  # tokens since the text last ended on a whole character
-        self._emitted = len(self._decode(self._window).rstrip(REPLACEMENT))
+        text = self._decode(self._window)
+        self._emitted = len(text.rstrip(REPLACEMENT))
+        self._begun = len(text) - self._emitted  # what the prompt may have left incomplete
 
     def push(self, token: int) -> str:
         """Text that became certain with ``token``."""
@@ -40,7 +42,7 @@ class IncrementalDecoder:
         if len(whole) < len(text) and self._pending <= MAX_PENDING_TOKENS:
             new = whole[self._emitted :]
             self._emitted = max(self._emitted, len(whole))
-            return new
+            return self._own(new)
         new = text[self._emitted :]
         self._emitted = max(self._emitted, len(text))
         self._pending = 0
@@ -48,7 +50,15 @@ class IncrementalDecoder:
         context_text = self._decode(context)
         if context_text or len(context) > MAX_CONTEXT_TOKENS:  # no text: the space before the next word would be lost
             self._window, self._context, self._emitted = context, len(context), len(context_text)
-        return new
+        return self._own(new)
+
+    def _own(self, text: str) -> str:
+        """``text`` without the rest of a broken character that the prompt ended on."""
+        own = text.lstrip(REPLACEMENT)
+        own = REPLACEMENT * max(0, len(text) - len(own) - self._begun) + own
+        if own:
+            self._begun = 0
+        return own
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
