@@ -9,12 +9,8 @@ import typer
 
 
 def import_zoo(
-    k_rotation: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, help="Published K rotation (.pt).")
-    ],
-    v_rotation: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, help="Published V rotation (.pt).")
-    ],
+    k_rotation: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Published K rotation (.pt).")],
+    v_rotation: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Published V rotation (.pt).")],
     model: Annotated[str, typer.Option(help="Known name or folder of the model that they were made for.")],
     out: Annotated[Path, typer.Option(help="Folder to write the artifact to.")],
 ) -> None:

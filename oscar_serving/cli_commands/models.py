@@ -18,10 +18,13 @@ def resolve_model(model: str) -> Path:
     ValueError
         Neither a folder with a ``config.json`` nor a known name.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     from oscar_serving.models import KNOWN_MODELS, get_model
 
+    disable_progress_bar()  # one a tensor file, between the lines that the commands print
     if model in KNOWN_MODELS:
-        return get_model(model)
+        return get_model(model, progress=_say)
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         return folder
@@ -29,12 +32,17 @@ def resolve_model(model: str) -> Path:
     raise ValueError(f"model {model!r}: neither a known name ({known}) nor a folder with a config.json")
 
 
+def _say(step: str) -> None:
+    """A step of fetching a model, on standard error: standard output is for results."""
+    typer.echo(step, err=True)
+
+
 @app.command("get")
 def get(name: Annotated[str, typer.Argument(help="A name that `oscar models list` shows.")]) -> None:
     """Fetch a model, convert it to safetensors and print its folder."""
     from oscar_serving.models import get_model
 
-    typer.echo(get_model(name))
+    typer.echo(get_model(name, progress=_say))
 
 
 @app.command("list")

@@ -36,26 +36,20 @@ def serve(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests computed together.")] = 16,
     max_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 512,
-    max_waiting: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait; more get status 429.")
-    ] = 512,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get status 429.")] = 512,
     prefill_mode: Annotated[
         Literal["raw", "rule"],
         typer.Option(help="raw: exact inside a chunk; rule: the same result however the prompt is cut."),
     ] = "raw",
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the cache of equal prompt beginnings.")] = True,
-    sink: Annotated[
-        int | None, typer.Option(min=0, help="First tokens kept in BF16; default: the artifact's.")
-    ] = None,
+    sink: Annotated[int | None, typer.Option(min=0, help="First tokens kept in BF16; default: the artifact's.")] = None,
     recent: Annotated[
         int | None, typer.Option(min=1, help="Last tokens kept in BF16; default: the artifact's.")
     ] = None,
     page_size: Annotated[
         int | None, typer.Option(min=16, help="Tokens a page, a multiple of 16; default: the artifact's.")
     ] = None,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda", "mps"], typer.Option(help="Where the model runs.")
-    ] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option(help="Where the model runs.")] = "auto",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Type that the model computes in."),
@@ -65,9 +59,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all, then set an API key.")
     ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
-    ] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="OSCAR_API_KEY", show_envvar=True, help="Key that every request must carry."),
@@ -147,9 +139,7 @@ def start_lines(engine: Engine, kv_cache_dtype: str) -> list[str]:
     config = engine.config
     if config is not None:
         lines[1] += f" (K {config.k_bits} bits, V {config.v_bits} bits, scales {config.scale_dtype})"
-        lines.append(
-            f"windows    first {config.sink} and last {config.recent} tokens in {config.window_dtype}"
-        )
+        lines.append(f"windows    first {config.sink} and last {config.recent} tokens in {config.window_dtype}")
         lines.append(f"artifact   {engine.artifact.fingerprint if engine.artifact else 'none'}")
     lines.append(f"capacity   {stats.capacity_tokens} tokens in {format_size(pool)}")
     lines.append(f"kernels    {engine.backend.name} on {engine.device}")

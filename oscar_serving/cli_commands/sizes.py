@@ -26,9 +26,7 @@ def parse_size(text: str | int) -> int:
     unit = _UNITS.get(match[3].lower(), 0) if match else 0
     size = int(match[1]) * unit + int(float(match[2] or 0) * unit) if match else 0
     if size < 1:
-        raise typer.BadParameter(
-            f"{text!r} is not a size; write for example 2GiB, 512MiB, 80GB or a number of bytes"
-        )
+        raise typer.BadParameter(f"{text!r} is not a size; write for example 2GiB, 512MiB, 80GB or a number of bytes")
     return size
 
 

@@ -28,10 +28,14 @@ def page(state: ServerState) -> HTMLResponse:
     """The dashboard of this server; its policy lets only its own style and script run."""
     engine, name = state.engine, state.names[0]
     config = engine.config
-    facts = [
-        f"{engine.options.kv_cache_dtype} cache: K {config.k_bits} bits, V {config.v_bits} bits",
-        f"first {config.sink} and last {config.recent} tokens unquantized",
-        f"artifact {engine.artifact.fingerprint[:12] if engine.artifact else 'none'}",
+    facts = [f"{engine.options.kv_cache_dtype} cache"]
+    if config is not None and engine.artifact is not None:  # not the plain baseline
+        facts += [
+            f"K {config.k_bits} bits, V {config.v_bits} bits",
+            f"first {config.sink} and last {config.recent} tokens unquantized",
+            f"artifact {engine.artifact.fingerprint[:12]}",
+        ]
+    facts += [
         f"context {engine.max_model_len} tokens",
         f"{engine.backend.name} kernels on {engine.device}",
         f"oscar-serving {__version__}",
