@@ -78,9 +78,7 @@ class Artifact:
                 header = _header(file, reader.metadata())
                 tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise ArtifactError(
-                f"{file}: cannot be read ({error}): truncated or not a safetensors file"
-            ) from error
+            raise ArtifactError(f"{file}: cannot be read ({error}): truncated or not a safetensors file") from error
         try:
             artifact = cls._parse(header, tensors)
             artifact.validate()
@@ -100,9 +98,7 @@ class Artifact:
         if rotation not in ("hadamard", "none"):
             raise ArtifactError(f"rotation={rotation!r}: allowed is 'hadamard', 'none'")
         architecture = Architecture.of(hf_config)
-        transform = LayerTransform.plain(
-            architecture.kv_heads, architecture.head_dim, rotate=rotation == "hadamard"
-        )
+        transform = LayerTransform.plain(architecture.kv_heads, architecture.head_dim, rotate=rotation == "hadamard")
         return cls(
             layers=dict.fromkeys(architecture.cached_layers(), transform),
             config=(config or OscarConfig()).with_(rotation=rotation),
@@ -169,13 +165,19 @@ class Artifact:
                 raise ValueError(f"layers.{index}: {transform.heads} heads, its architecture says {heads}")
             self.config.groups(transform.head_dim)
         for (layer, which, bits), clip in self.clips.items():
-            transform = replace(
-                self.layers[layer], **{f"{which}_shrink": clip.shrink, f"{which}_unit": clip.unit}
-            )
+            transform = replace(self.layers[layer], **{f"{which}_shrink": clip.shrink, f"{which}_unit": clip.unit})
             transform.validate(f"clips.{layer}.{which}{bits}")
 
-    def check_model(self, hf_config: Any) -> None:
-        """Raise :class:`ArtifactError`, both values side by side, unless it was made for this model."""
+    def check_model(self, hf_config: Any, *, serving: bool = True) -> None:
+        """Raise :class:`ArtifactError`, both values side by side, unless it was made for this model.
+
+        ``serving``: also refuse the artifacts of preset ``paper``, which can only be evaluated.
+        """
+        if serving and self.quantile_clip is not None:
+            raise ArtifactError(
+                "the artifact clips each row online at quantiles (preset `paper`), which is evaluated but not served: "
+                "calibrate with preset `default`"
+            )
         wrong = self.architecture.differences(Architecture.of(hf_config))
         if wrong:
             detail = "; ".join(f"{name}: artifact {mine}, model {theirs}" for name, mine, theirs in wrong)
@@ -205,9 +207,7 @@ class Artifact:
                 shrink, unit = f"{which}_shrink", f"{which}_unit"
                 clips[index, which, old] = Clip(getattr(transform, shrink), getattr(transform, unit))
                 layers[index] = replace(transform, **{shrink: clip.shrink, unit: clip.unit})
-        return replace(
-            self, layers=layers, clips=clips, config=self.config.with_(k_bits=k_bits, v_bits=v_bits)
-        )
+        return replace(self, layers=layers, clips=clips, config=self.config.with_(k_bits=k_bits, v_bits=v_bits))
 
     def _clip(self, layer: int, which: str, bits: int, transform: LayerTransform) -> Clip:
         if self.config.rotation != "artifact":
@@ -244,9 +244,7 @@ def read_header(path: Path | str) -> dict[str, Any]:
         with safe_open(file, framework="pt") as reader:
             return _header(file, reader.metadata())
     except (SafetensorError, OSError) as error:
-        raise ArtifactError(
-            f"{file}: cannot be read ({error}): truncated or not a safetensors file"
-        ) from error
+        raise ArtifactError(f"{file}: cannot be read ({error}): truncated or not a safetensors file") from error
 
 
 def _file(path: Path | str) -> Path:
@@ -267,7 +265,6 @@ def _header(file: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
         raise ArtifactError(f"{file}: damaged header: {error!r}") from error
     if version != FORMAT_VERSION:
         raise ArtifactError(
-            f"{file}: format version {version!r}, this release reads {FORMAT_VERSION}; "
-            "calibrate again or upgrade"
+            f"{file}: format version {version!r}, this release reads {FORMAT_VERSION}; calibrate again or upgrade"
         )
     return dict(header)

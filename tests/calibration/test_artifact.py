@@ -176,9 +176,7 @@ def test_cached_layers_leave_out_linear_attention() -> None:
 def model_folder(path: Path, fill: float) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
-    save_file(
-        {"model.layers.0.self_attn.k_proj.weight": torch.full((16, 4), fill)}, path / "model.safetensors"
-    )
+    save_file({"model.layers.0.self_attn.k_proj.weight": torch.full((16, 4), fill)}, path / "model.safetensors")
     return path
 
 
