@@ -21,3 +21,16 @@ def reads_window(key: Positions, query: Positions, *, sink: int, recent: int) ->
 def window_start(length: int, recent: int) -> int:
     """First recent position that the next query, at position ``length``, will read unquantized."""
     return max(0, length - recent + 1)
+
+
+def window_pages(length: int, *, sink: int, recent: int, page_size: int) -> tuple[range, range]:
+    """Window pages that a sequence of ``length`` tokens keeps: those of the sink, and the recent ones after them.
+
+    They hold every key that the query at position ``length`` reads unquantized. The recent ones reach back as far as
+    the query at the last page boundary reads, at most one page further, so that a sequence that ends here can be
+    continued from its last full page.
+    """
+    end = -(-length // page_size)
+    sink_end = -(-min(sink, length) // page_size)
+    boundary = length - length % page_size
+    return range(sink_end), range(max(sink_end, window_start(boundary, recent) // page_size), end)
