@@ -4,8 +4,8 @@ A pure data structure: page ids only, no tensors. Two tiers with the same page s
 
 * **INT2 pages** hold every token.
 * **Window pages** hold the tokens that a later query reads unquantized by the position rule
-  (:mod:`~oscar_serving.cache.rule`): the first ``sink`` positions and the last ``recent``. A page that leaves the window
-  is simply given up; its tokens are in the INT2 tier already.
+  (:mod:`~oscar_serving.cache.rule`): the first ``sink`` positions and the last ``recent``. A page that leaves the
+  window is given up; its tokens are in the INT2 tier already.
 
 **One step.** ``reserve`` pages for the next tokens, compute, ``commit`` the token ids. A chunk longer than ``recent``
 gets window pages for the sink and for what is still recent at its *end*; tokens in between are written to INT2 alone,
@@ -267,18 +267,23 @@ class CachePool:
         size, last = self._page_size, max(0, len(tokens) - 1)
         key = state.root
         keys: list[bytes] = []
-        best, first_gap, last_gap = 0, last + 1, -1
+        gaps: list[int] = []  # by page: the last page up to it that has no window page, -1 for none
+        first_gap, gap = len(tokens), -1
         for i in range(last // size):
             key = chain(key, array("q", tokens[i * size : (i + 1) * size]))
             if key not in self.quantized.index:
                 break
-            keys.append(key)
             if key not in self.windows.index:
-                first_gap, last_gap = min(first_gap, i), i
-            sink, recent = self._kept((i + 1) * size)
-            if first_gap >= sink.stop and last_gap < recent.start:
-                best = i + 1
-        state.tokens.extend(tokens[: best * size])
+                first_gap, gap = first_gap if gap >= 0 else i, i
+            keys.append(key)
+            gaps.append(gap)
+        best = len(keys)
+        while best:
+            sink, recent = self._kept(best * size)
+            if first_gap >= sink.stop and gaps[best - 1] < recent.start:
+                break
+            best -= 1
+        state.tokens = array("q", tokens[: best * size])
         state.keys = keys[:best]
         state.pages = [self.quantized.index[k] for k in state.keys]
         state.windows = [NULL_PAGE] * best
