@@ -1,7 +1,7 @@
 """Decode attention over the mixed-precision paged cache: the device code.
 
 One program serves (split, KV head and row block, request). Rows are (query, query head) pairs that share the KV head.
-Split numbers below ``WIN_SPLITS`` take the 16-bit window keys, the others the INT2 history, so that no loop selects a
+Split numbers below ``win_splits`` take the 16-bit window keys, the others the INT2 history, so that no loop selects a
 tier per element. Every warp of a program takes its own keys (the leading tensor dimension) and keeps its own running
 maximum: the loop has no exchange between warps.
 
@@ -186,7 +186,7 @@ def _int_tile(
     return m_new, l, new_mins, v_new, new_acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ratio", "table_stride", "window_table_stride", "row_blocks", "splits", "win_splits"])
 def decode_kernel(
     q, q_bias, k_codes, k_meta, v_codes, v_meta, k_unit, v_unit, k_win, v_win,
     page_table, window_table, valid_from, sink_from, query_start, lengths, part_o, part_lse,
@@ -194,11 +194,11 @@ def decode_kernel(
     q_token, q_head, bias_token,
     page_k, head_k, page_km, head_km, page_v, head_v, page_vm, head_vm,
     win_page, win_head, win_token,
-    heads, row_blocks, splits,
+    heads, row_blocks, splits, win_splits,
     HEAD: tl.constexpr, DP: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GROUPS: tl.constexpr,
     META8: tl.constexpr, PAGE: tl.constexpr, WPAGE: tl.constexpr, RING: tl.constexpr,
     SINK: tl.constexpr, RECENT: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, N: tl.constexpr, WN: tl.constexpr, WIN_SPLITS: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, N: tl.constexpr, WN: tl.constexpr,
     CHECK_PAGES: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, K_GENERAL: tl.constexpr,
     V_GENERAL: tl.constexpr, KJ: tl.constexpr, VJ: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +243,7 @@ def decode_kernel(
     out_at = part_o + out_row.to(tl.int64) * (R * HEAD)
     lse_at = part_lse + out_row.to(tl.int64) * R + tl.arange(0, R)
 
-    if split < WIN_SPLITS:
+    if split < win_splits:
         # ------------------------------------------------------------ window keys
         T: tl.constexpr = W * WN
         sink_first = lowest // T
@@ -259,7 +259,7 @@ def decode_kernel(
         acc_w = tl.zeros([W, DP, R], tl.float32)
         m_w = tl.full([W, R], float("-inf"), tl.float32)
         l_w = tl.zeros([W, R], tl.float32)
-        for tile in range(split, sink_tiles + recent_tiles, WIN_SPLITS):
+        for tile in range(split, sink_tiles + recent_tiles, win_splits):
             first = tl.where(tile < sink_tiles, sink_first + tile, recent_first + tile - sink_tiles) * T
             key = first + tl.arange(0, W)[:, None] * WN + tl.arange(0, WN)[None, :]
             page, slot, present = _window_pages(
@@ -336,8 +336,8 @@ def decode_kernel(
         tile_low = low // TILE
         tile_high = (high + TILE - 1) // TILE
         count = tl.maximum(0, tile_high - tile_low)
-        part = split - WIN_SPLITS
-        parts = splits - WIN_SPLITS
+        part = split - win_splits
+        parts = splits - win_splits
         t0 = tile_low + (count * part) // parts
         t1 = tile_low + (count * (part + 1)) // parts
         h0 = tl.minimum(tl.maximum(t0, (hot_low + TILE - 1) // TILE), t1)

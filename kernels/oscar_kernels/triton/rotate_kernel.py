@@ -6,7 +6,7 @@ import triton.language as tl
 from oscar_kernels.triton.common_kernel import LOG2E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ratio", "rows"])
 def rotate_kernel(
     q, rotation, mean, out, bias, ratio, rows, q_token, q_head, heads,
     HEAD: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, HAS_MEAN: tl.constexpr, PDL: tl.constexpr,
@@ -43,7 +43,7 @@ def rotate_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ratio", "row_blocks", "splits", "batch", "row_limit"])
 def merge_kernel(
     part_o, part_lse, query_start, lengths, rotation, mean, bias, sinks, out, lse,
     scale, ratio, heads, row_blocks, splits, batch, row_limit, out_token, out_head,

@@ -143,7 +143,7 @@ def _store_one(
         tl.store(code_base[:, None] + j[None, :], packed.to(tl.uint8), mask=(slot >= 0)[:, None] & (j < ROW)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def store_kernel(
     k, v, k_mean, v_mean, k_rotation, v_rotation, k_shrink, v_shrink, k_unit, v_unit,
     k_codes, k_meta, v_codes, v_meta, k_win, v_win, slots, window_slots, tokens,
@@ -171,7 +171,7 @@ def store_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_stride", "window_stride"])
 def slots_kernel(
     query_start, lengths, page_table, window_table, slots, window_slots, page_stride, window_stride,
     SINK: tl.constexpr, PAGE: tl.constexpr, WPAGE: tl.constexpr, RING: tl.constexpr, BT: tl.constexpr,
