@@ -105,6 +105,9 @@ def attend(
     v_win[first:] = transform.rotate_v(v).to(windows.dtype).float()
     present = (block != 0) | (key >= first)
     near = reads_window(key[None, :], query, sink=config.sink, recent=config.recent) & present
+    # Blocks that left the window may be another request's by now, of any type: not even 0 times their bytes.
+    unread = ~near.any(0)
+    k_win[unread] = v_win[unread] = 0.0
     own = (key >= first).expand(n, length) if raw else torch.zeros(n, length, dtype=torch.bool)
 
     def dots(keys: Tensor, queries: Tensor) -> Tensor:

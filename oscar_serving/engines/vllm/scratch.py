@@ -42,7 +42,10 @@ class LayerShape(NamedTuple):
         ratio = self.query_heads // self.heads
         sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         if self.kernel(device) == "cuda":
-            return cuda_decode.plan(requests, self.heads, ratio, queries, max_length, sms)
+            return cuda_decode.plan(
+                requests, self.heads, ratio, self.head_dim, INT2_BLOCK, max_queries=queries, max_length=max_length,
+                sms=sms,
+            )  # fmt: skip
         config = triton_config.decode_config(
             device,
             head_dim=self.head_dim,
