@@ -15,7 +15,7 @@ def reads_window(key: Positions, query: Positions, *, sink: int, recent: int) ->
     True for the first ``sink`` positions and for the ``recent`` positions that end with the query itself; every other
     key at or before the query is read from the INT2 store. Causality is the caller's mask.
     """
-    return (key < sink) | (key > query - recent)  # type: ignore[return-value]
+    return (key < sink) | (key > query - recent)
 
 
 def window_start(length: int, recent: int) -> int:
