@@ -61,7 +61,15 @@ def evaluate(
     chosen.append(kinds.calibrated("OSCAR", calibrated))
     chosen += [kinds.parse(short, folder, judged.config) for short in configuration or ()]
     with bars() as progress:
-        report = run(judged, chosen, text or (), out, sequences=sequences, tokens=tokens, progress=progress)
+        report = run(
+            judged,
+            chosen,
+            text or (),
+            out,
+            sequences=sequences,
+            tokens=tokens,
+            progress=lambda _, done, of: progress("evaluating", done, of),
+        )
     show(report)
     if out is not None:
         typer.echo(out / "report.html")
