@@ -100,7 +100,12 @@ def _candidate(
         use_hadamard=recipe.use_hadamard,
         use_bit_reversal=recipe.use_bit_reversal,
     )
-    spread = torch.diagonal(rotation.mT @ _about(second, plain, center) @ rotation, dim1=-2, dim2=-1)
+    unit = fp8_unit(rotation, _about(second, plain, center), scale_dtype)
+    return Candidate(name, rotation.float(), center.float(), unit)
+
+
+def fp8_unit(rotation: Tensor, second: Tensor, scale_dtype: ScaleDtype) -> Tensor:
+    """Unit of FP8 scale and minimum, float32 ``[heads]``, for rows of second moment ``second``; ones for float16."""
+    spread = torch.diagonal(rotation.mT @ second @ rotation, dim1=-2, dim2=-1)
     sigma = spread.mean(-1).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
-    unit = sigma * (_REACH / _FP8_MAX) if scale_dtype == "float8_e4m3" else torch.ones_like(sigma)
-    return Candidate(name, rotation.float(), center.float(), unit.float())
+    return (sigma * (_REACH / _FP8_MAX) if scale_dtype == "float8_e4m3" else torch.ones_like(sigma)).float()

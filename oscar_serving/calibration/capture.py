@@ -84,12 +84,12 @@ class LayerCall:
 
     def grouped_q(self, queries: Tensor) -> Tensor:
         """Queries at some positions, float32 ``[heads, group, len(queries), d]``."""
-        return self.q[:, queries].float().unflatten(0, (self.heads, -1))
+        return self.q[:, queries].float().reshape(self.heads, -1, len(queries), self.q.shape[-1])
 
     def output(self) -> Tensor:
         """Exact attention output, float32 ``[query heads, tokens, d]``, in blocks of queries."""
         blocks = []
-        for queries in torch.arange(self.tokens, device=self.k.device).split(_BLOCK):
+        for queries in torch.split(torch.arange(self.tokens, device=self.k.device), _BLOCK):
             keys = self.span(queries)
             score = self.scores(self.grouped_q(queries), self.k[:, keys].float(), self.seen(queries, keys))
             blocks.append((self.softmax(score) @ self.v[:, keys].float()[:, None]).flatten(0, 1))

@@ -58,7 +58,7 @@ class OutputErrors:
             for shrink in shrinks:
                 error = round_trip(rotated, bits, shrink, candidate.unit, self.config) - rotated
                 result.append(self._output_error(q, error))
-        return torch.stack(result).unflatten(0, (len(candidates), len(shrinks)))
+        return torch.stack(result).view(len(candidates), len(shrinks), -1)
 
     def of_v(self, candidates: Sequence[Candidate], shrinks: Sequence[float], bits: int) -> Tensor:
         """Float64 ``[candidates, shrinks, heads]``: ``sum |S v^ - S v|^2`` with V quantized."""
@@ -69,7 +69,7 @@ class OutputErrors:
             for shrink in shrinks:
                 error = round_trip(rotated, bits, shrink, candidate.unit, self.config) - rotated
                 result.append((read @ error[:, None]).double().square().sum((1, 2, 3)))
-        return torch.stack(result).unflatten(0, (len(candidates), len(shrinks)))
+        return torch.stack(result).view(len(candidates), len(shrinks), -1)
 
     def _output_error(self, q: Tensor, k_error: Tensor) -> Tensor:
         """Float64 ``[heads]`` for rotated queries and errors of rotated keys."""

@@ -76,6 +76,11 @@ class Moments:
             }
         )
 
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self.kk.shape[0]
+
     def state(self) -> dict[str, Tensor]:
         """Tensors by field name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -96,8 +101,7 @@ class Moments:
         """
         heads, tokens = call.heads, call.tokens
         k, v = call.k.double(), call.v.double()
-        q = call.q.double().unflatten(0, (heads, -1))
-        flat = q.flatten(1, 2)
+        flat = call.q.double().reshape(heads, -1, call.q.shape[-1])
         self.qq += flat.mT @ flat
         self.kk += k.mT @ k
         self.vv += v.mT @ v
@@ -112,7 +116,7 @@ class Moments:
         v_weight = torch.zeros_like(k_weight)
         outputs = [
             self._add_block(call, queries, config, k_weight, v_weight)
-            for queries in torch.arange(tokens, device=k.device).split(_BLOCK)
+            for queries in torch.split(torch.arange(tokens, device=k.device), _BLOCK)
         ]
         for weight, x, square, total, count in (
             (k_weight, k, self.k_read, self.k_read_sum, self.k_weight),

@@ -56,10 +56,12 @@ class Recipe:
                 raise ConfigError(f"{name}={values!r}: allowed is {', '.join(map(repr, allowed))}")
 
 
-#: ``default``: chooses. ``paper``: the published recipe as its code runs it. ``hadamard`` and ``none``: baselines.
+#: ``default``: chooses. ``paper``: the published recipe as its code runs it. ``oscar``: the paper's targets per head,
+#: with the true scores and our clip. ``hadamard`` and ``none``: baselines.
 PRESETS: dict[str, Recipe] = {
     "default": Recipe(),
     "paper": Recipe(("q",), ("proxy",), ("none",), per_head=False, clip="quantile"),
+    "oscar": Recipe(("q",), ("scores",), ("none",)),
     "hadamard": Recipe(("none",), ("none",), ("none",), use_eigenvectors=False, use_bit_reversal=False),
     "none": Recipe(
         ("none",), ("none",), ("none",), clip="none",

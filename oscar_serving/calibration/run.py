@@ -157,7 +157,10 @@ def calibrate_model(
     fit = list(token_sequences[: len(token_sequences) - count])
     held_out = list(token_sequences[len(token_sequences) - count :]) or fit
     moments = collect(model, fit, config, state=state, progress=progress)
-    return choose(model, moments, held_out, recipe=recipe, config=config, progress=progress)
+    choices = candidates(moments, recipe, config)
+    artifact = choose(model, choices, held_out, recipe=recipe, config=config, progress=progress)
+    artifact.metadata["calibration"]["fit_tokens"] = sum(map(len, fit))
+    return artifact
 
 
 def collect(
@@ -190,28 +193,30 @@ def collect(
     return moments
 
 
+def candidates(moments: dict[int, Moments], recipe: Recipe, config: OscarConfig) -> dict[int, LayerChoice]:
+    """What a recipe chooses from, by layer."""
+    return {
+        layer: LayerChoice(
+            k_candidates(sums, recipe, config.scale_dtype), v_candidates(sums, recipe, config.scale_dtype)
+        )
+        for layer, sums in moments.items()
+    }
+
+
 def choose(
     model: Any,
-    moments: dict[int, Moments],
+    choices: dict[int, LayerChoice],
     held_out: Sequence[Tensor],
     *,
     recipe: Recipe,
     config: OscarConfig,
     progress: Progress | None = None,
 ) -> Artifact:
-    """Make candidates from the moments and keep, per layer and head, the best on held-out sequences."""
+    """Keep, per layer and head, the candidate and the clips that do best on held-out sequences."""
     say = progress or (lambda *_: None)
     architecture = Architecture.of(model.config)
-    if sorted(moments) != architecture.cached_layers():
-        raise CaptureError(
-            f"captured the layers {sorted(moments)}, the model should have {architecture.cached_layers()}"
-        )
-    choices = {
-        layer: LayerChoice(
-            k_candidates(sums, recipe, config.scale_dtype), v_candidates(sums, recipe, config.scale_dtype)
-        )
-        for layer, sums in moments.items()
-    }
+    if sorted(choices) != architecture.cached_layers():
+        raise CaptureError(f"captured layers {sorted(choices)}, the model should have {architecture.cached_layers()}")
     done_stages = stages(recipe, config)
     for stage in done_stages:
 
@@ -233,7 +238,7 @@ def choose(
             choice.keep_best(config, per_head=recipe.per_head)
         if recipe.clip != "shrink":
             choice.no_clip()
-    return _artifact(choices, architecture, recipe, config, moments)
+    return _artifact(choices, architecture, recipe, config)
 
 
 def _artifact(
@@ -241,7 +246,6 @@ def _artifact(
     architecture: Architecture,
     recipe: Recipe,
     config: OscarConfig,
-    moments: dict[int, Moments],
 ) -> Artifact:
     tally: dict[str, dict[str, int]] = {"k": {}, "v": {}}
     for choice in choices.values():
@@ -251,7 +255,6 @@ def _artifact(
     calibration: dict[str, Any] = {
         "recipe": asdict(recipe),
         "chosen": tally,
-        "fit_tokens": int(next(iter(moments.values())).tokens),
         "relative_error": {
             which: {
                 str(layer): [round(e, 6) for e in c.relative[which]]

@@ -77,12 +77,10 @@ def file_text(path: Path) -> str:
 
 
 def docstrings() -> str:
-    """Docstrings of Python's standard library: prose, code and tables that every installation has."""
+    """Docstrings of the standard library's top-level modules: prose, code and tables that every installation has."""
     found: list[str] = []
     library = Path(sysconfig.get_path("stdlib"))
-    for path in sorted([*library.glob("*.py"), *library.glob("[a-z]*/*.py")]):
-        if {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"} & set(path.parts):
-            continue
+    for path in sorted(library.glob("*.py")):
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, ValueError, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,3 +51,17 @@ def tiny_tokens(count: int, length: int, seed: int = 0) -> list[torch.Tensor]:
     """Random token sequences."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, SIZES["vocab_size"], (length,), generator=generator) for _ in range(count)]
+
+
+def tiny_folder(path: Path, name: str, seed: int = 0) -> Path:
+    """A tiny model saved with a byte-level tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<s>", "</s>", *letters])}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
+    tokenizer.save_pretrained(path)
+    tiny_model(name, seed, vocab_size=258, eos_token_id=1).save_pretrained(path)
+    return path
