@@ -142,7 +142,10 @@ def differences(a: list[Answer], b: list[Answer], tie: float) -> list[str]:
         for p, (s, t) in enumerate(zip(x.tokens, y.tokens, strict=True)):
             if s == t:
                 continue
-            gaps = [side[p].get(own, 0.0) - side[p].get(other, -99.0) for side, own, other in ((x.best, s, t), (y.best, t, s))]
+            gaps = [
+                side[p].get(own, 0.0) - side[p].get(other, -99.0)
+                for side, own, other in ((x.best, s, t), (y.best, t, s))
+            ]
             if max(gaps) > tie:
                 out.append(f"prompt {i} token {p}: gap {max(gaps):.3f}")
             break

@@ -1,4 +1,4 @@
-"""A model of vLLM's scheduler and worker around the real ``KVCacheManager``: what each block holds, checked on each read."""
+"""vLLM's scheduler and worker, modelled around the real ``KVCacheManager``; each read checks what a block holds."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Simulator:
         return True
 
     def advance(self, name: str, rng: random.Random, drafts: int = 0) -> None:
-        """One more step of a running request: a chunk of its prompt, or a token with ``drafts`` that may be rejected."""
+        """One more step of a running request: a chunk, or a token with ``drafts`` that may be rejected."""
         state = self.running[name]
         request = state.request
         left = request.num_tokens - request.num_computed_tokens
@@ -151,7 +151,8 @@ class Simulator:
                 self.reads_without_window += 1
                 assert not self.exact, f"query {query} lacks the window of key {key}"
             block = state.rows[INT2][key // INT2_BLOCK]
-            assert block and self.content[INT2, block, key % INT2_BLOCK] == prefix[key], "INT2 holds another token"
+            assert block, f"query {query} lacks the page of key {key}"
+            assert self.content[INT2, block, key % INT2_BLOCK] == prefix[key], "INT2 holds another token"
 
     def finish(self, name: str) -> list[int]:
         """End or abort a request; its tokens so far."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -35,10 +37,12 @@ def install() -> None:
         lib.impl(schema.split("(")[0], function, "CompositeExplicitAutograd")
 
 
-def _slot_mapping(query_start: Tensor, positions: Tensor, block_table: Tensor, slot_mapping: Tensor, block_size: int) -> None:
+def _slot_mapping(
+    query_start: Tensor, positions: Tensor, block_table: Tensor, slot_mapping: Tensor, block_size: int
+) -> None:
     starts = query_start.tolist()
     slot_mapping.fill_(-1)
-    for request, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for request, (start, end) in enumerate(pairwise(starts)):
         position = positions[start:end]
         block = block_table[request, position // block_size].long()
         slot_mapping[start:end] = block * block_size + position % block_size

@@ -26,10 +26,8 @@ def drain(sim: Simulator) -> None:
     exact=st.booleans(),
     drafts=st.sampled_from([0, 0, 3]),
 )
-def test_random_traffic(
-    seed: int, blocks: int, sink: int, recent: int, chunk: int, exact: bool, drafts: int
-) -> None:
-    """Hits, shared prefixes, growing conversations, preemption, abort, rejected drafts: every read finds its own token."""
+def test_random_traffic(seed: int, blocks: int, sink: int, recent: int, chunk: int, exact: bool, drafts: int) -> None:
+    """Hits, shared prefixes, conversations, preemption, abort, rejected drafts: every read finds its own token."""
     rng = random.Random(seed)
     sim = Simulator(blocks, sink=sink, recent=recent, exact=exact, chunk=chunk)
     history: list[list[int]] = [[rng.randrange(3) for _ in range(rng.randrange(1, 900))] for _ in range(3)]

@@ -1,8 +1,9 @@
-"""A layer's stores and attention against the float64 reference: plain PyTorch, and the kernels under the interpreter."""
+"""A layer's stores and attention against the float64 reference: in PyTorch, and the kernels under the interpreter."""
 
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,7 +151,11 @@ def config(**options: Any) -> OscarConfig:
 
 PATHS = [
     pytest.param(False, id="torch"),
-    pytest.param(True, id="kernels", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")),
+    pytest.param(
+        True,
+        id="kernels",
+        marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+    ),
 ]
 CASES = {
     "int2": {},
@@ -205,7 +210,7 @@ def test_mode_rule_does_not_depend_on_chunks(kernels: bool) -> None:
     for cuts in ([0, 300], [0, 100, 300], [0, 16, 17, 230, 300]):
         box = rig("int2", kernels, "rule", [300])
         parts = []
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             box.store(0, start, stop)
             parts += box.prefill([(start, stop)])
         outputs.append(torch.cat(parts).float())

@@ -47,9 +47,9 @@ def _gather_one(
             pair = tl.load(meta_at[:, None] + group[None, :], mask=packed[:, None], other=0)
         scale, minimum = split_meta(pair, META8)
         x = (minimum + scale * code) * factor
-        wide = tl.load(
-            win_at[:, None] + (p * ROW + j)[None, :], mask=near[:, None] & (j < ROW)[None, :], other=0.0
-        ).to(tl.float32)
+        wide = tl.load(win_at[:, None] + (p * ROW + j)[None, :], mask=near[:, None] & (j < ROW)[None, :], other=0.0).to(
+            tl.float32
+        )
         x = tl.where(near[:, None], wide, x)
         x = tl.where((j < ROW)[None, :] & live[:, None], x, 0.0)
         # y[o] = sum_e x[e] rotation[o, e]
@@ -87,13 +87,15 @@ def gather_kernel(
     window_row = window_table + request.to(tl.int64) * window_stride
     if tl.program_id(2) < heads:
         _gather_one(
-            k_codes, k_meta, k_unit, k_win, k_rotation, k_mean, page_row, window_row, k_out, first, count, out_row, head,
+            k_codes, k_meta, k_unit, k_win, k_rotation, k_mean, page_row, window_row, k_out, first, count, out_row,
+            head,
             page_k, head_k, page_km, head_km, win_page, win_head, win_token, out_token, out_head,
             HEAD, DP, KRP, KB, GROUPS, META8, PAGE, WPAGE, SINK, NEAR, K_MEAN, BT,
         )  # fmt: skip
     else:
         _gather_one(
-            v_codes, v_meta, v_unit, v_win, v_rotation, v_mean, page_row, window_row, v_out, first, count, out_row, head,
+            v_codes, v_meta, v_unit, v_win, v_rotation, v_mean, page_row, window_row, v_out, first, count, out_row,
+            head,
             page_v, head_v, page_vm, head_vm, win_page, win_head, win_token, out_token, out_head,
             HEAD, DP, VRP, VB, GROUPS, META8, PAGE, WPAGE, SINK, NEAR, V_MEAN, BT,
         )  # fmt: skip

@@ -12,8 +12,8 @@ own       ``c … c + n - 1``             mode ``raw``: as given. Mode ``rule``:
 diagonal  ``c - W + 1 … c + n - 1 - W`` … and beyond from INT2 (mode ``rule`` only; there near has no INT2 part)
 ========  ============================  ======================================================================
 
-The distant stretch is taken in tiles, so that scratch is bounded whatever the length. Requests are taken in groups whose
-near stretches fit the scratch; nothing loops over requests.
+The distant stretch is taken in tiles, so that scratch is bounded whatever the length. Requests are taken in groups
+whose near stretches fit the scratch; nothing loops over requests.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             (bool(unknown), f"attention options {', '.join(sorted(unknown))} are"),
         ):
             if refused:
-                raise ConfigError(f"--kv-cache-dtype {kv_cache_dtype}: {what} not supported; use another kv-cache dtype")
+                raise ConfigError(
+                    f"--kv-cache-dtype {kv_cache_dtype}: {what} not supported; use another kv-cache dtype"
+                )
 
     def attach(self, layer: Any, prefix: str, window: Any, vllm_config: Any) -> None:
         """Give the layer its transform (for this rank), its window store and its place in the pool of blocks."""
@@ -77,6 +79,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             self.num_heads, self.num_kv_heads, self.head_size, config.k_bits, config.v_bits, layout.groups
         )
         self.cached = CachedLayer(layer, layout, transform, self.spec, self.sinks)
+        if not self.cached.portable:
+            _ = self.cached.flash  # chosen now: refuse at start, and under vLLM's configuration
         self.window = window
         page = FullAttentionSpec(
             block_size=INT2_BLOCK,
@@ -116,7 +120,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("oscar: fused output quantization is not supported")
         if attn_metadata is None:
-            return output.fill_(0)  # profiling run
+            # Profiling run: prefill behind a history holds partial results beside its output.
+            _ = torch.empty_like(output), torch.empty_like(output, dtype=torch.float32)
+            return output.fill_(0)
         window = self._window_metadata()
         assert window is not None
         self.cached.bind(kv_cache, self.window.windows)

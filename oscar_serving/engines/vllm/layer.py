@@ -6,13 +6,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+
 from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.triton import decode as triton_decode
 from oscar_kernels.triton import gather as gather_rows
 from oscar_kernels.triton import store as triton_store
-from torch import Tensor
-from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
-
 from oscar_serving.attention import AttentionSpec
 from oscar_serving.codec import PageLayout
 from oscar_serving.engines.vllm import history, portable
@@ -49,6 +49,7 @@ class CachedLayer:
         back = transform.v_rotation.mT.contiguous().to(torch.get_default_device(), torch.bfloat16)
         owner.register_buffer("oscar_v_back", back, persistent=False)
         self._bound: tuple[int, int] = (0, 0)
+        self.no_table = torch.empty(0, 1, dtype=torch.int32)
 
     @property
     def transform(self) -> LayerTransform:
@@ -59,7 +60,7 @@ class CachedLayer:
         return getattr(self.owner, f"oscar_{name}")
 
     def bind(self, kv_cache: Tensor, windows: Tensor) -> None:
-        """Take vLLM's views of the stores: uint8 ``[blocks, heads, 128, bytes]``, bfloat16 ``[blocks, 2, heads, 16, d]``."""
+        """Take vLLM's views: uint8 ``[blocks, heads, 128, bytes]`` and bfloat16 ``[blocks, 2, heads, 16, d]``."""
         bound = kv_cache.data_ptr(), windows.data_ptr()
         if bound == self._bound:
             return
@@ -68,8 +69,8 @@ class CachedLayer:
         self.pages = kv_cache.as_strided(
             (blocks, heads, tokens * content), (kv_cache.stride(0), tokens * content, 1), kv_cache.storage_offset()
         )
-        self.codes = self.layout.byte_views(self.pages)
-        self.meta_views = self.layout.views(self.pages)
+        views = self.layout.views(self.pages)
+        self.sections = views.k_codes, views.k_meta, views.v_codes, views.v_meta
         self.windows = windows
 
     # Write ------------------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ class CachedLayer:
             )
             return
         triton_store.store(
-            k[:n], v[:n], tuple(self.meta_views), self._kernel_windows(None), slots[:n], window_slots[:n],
+            k[:n], v[:n], self.sections, self._kernel_windows(self.no_table), slots[:n], window_slots[:n],
             *self._sides(),
         )  # fmt: skip
 
@@ -100,7 +101,7 @@ class CachedLayer:
         )
         return k, v
 
-    def _kernel_windows(self, table: Tensor | None) -> triton_decode.Windows:
+    def _kernel_windows(self, table: Tensor) -> triton_decode.Windows:
         """The window store as the Triton kernels take it."""
         return triton_decode.Windows(self.windows[:, 0], self.windows[:, 1], table)
 
@@ -131,14 +132,14 @@ class CachedLayer:
         query_start, lengths = step.query_start[: requests + 1], step.lengths[:requests]
         if shape.kernel(q.device) == "cuda":
             cuda_decode.decode(
-                rotated, tuple(self.meta_views), (self.windows[:, 0], self.windows[:, 1]), table, window_table,
+                rotated, self.sections, (self.windows[:, 0], self.windows[:, 1]), table, window_table,
                 query_start, lengths, partial=scratch.partial, arrived=scratch.arrived,
                 v_back=self._constant("v_back"), **common,
             )  # fmt: skip
         else:
             triton_decode.decode(
-                rotated, tuple(self.meta_views), self._kernel_windows(window_table), table, query_start, lengths, workspace=scratch.partial,
-                v_rotation=self._constant("v_rotation"), **common,
+                rotated, self.sections, self._kernel_windows(window_table), table, query_start, lengths,
+                workspace=scratch.partial, v_rotation=self._constant("v_rotation"), **common,
             )  # fmt: skip
 
     def prefill(
@@ -175,7 +176,7 @@ class CachedLayer:
     ) -> None:
         """Read a stretch of the cache back into ``k, v`` ``[rows, heads, d]``, model space."""
         gather_rows.gather(
-            tuple(self.meta_views), self._kernel_windows(window_table), table, stretch.starts, stretch.rows,
+            self.sections, self._kernel_windows(window_table), table, stretch.starts, stretch.rows,
             stretch.longest, k_out=k, v_out=v, k_rotation=self._constant("k_rotation"),
             v_rotation=self._constant("v_rotation"), k_unit=self._constant("k_unit"), v_unit=self._constant("v_unit"),
             k_mean=self._constant("k_mean") if self.has_k_mean else None,
@@ -183,9 +184,7 @@ class CachedLayer:
             sink=self.layout.config.sink, near=near,
         )  # fmt: skip
 
-    def attend_near(
-        self, q: Tensor, near: Any, far: Any, group: history.Group, out: Tensor, lse: Tensor
-    ) -> None:
+    def attend_near(self, q: Tensor, near: Any, far: Any, group: history.Group, out: Tensor, lse: Tensor) -> None:
         """Attend to the keys right before each request's new tokens."""
         gather_rows.attend_near(
             q, near, far, group.query_start, group.context, group.near.starts, group.near.rows, group.longest_query,

@@ -125,8 +125,7 @@ def check_supported(vllm_config: Any) -> None:
             f"speculate at most {MAX_REJECTED_TOKENS} tokens a step",
         ),
         (
-            vllm_config.attention_config.backend is not None
-            and vllm_config.attention_config.backend.name != "CUSTOM",
+            vllm_config.attention_config.backend is not None and vllm_config.attention_config.backend.name != "CUSTOM",
             f"attention backend {getattr(vllm_config.attention_config.backend, 'name', None)} cannot read this cache",
             "leave --attention-backend out",
         ),

@@ -90,7 +90,7 @@ def attend(
     k_int, v_int = (
         dequantize(
             unpack(codes, bits),
-            meta.view(layout.meta_dtype).unflatten(-1, (layout.groups, 2)),
+            meta.view(layout.meta_dtype).unflatten(-1, (layout.groups, 2)),  # type: ignore[no-untyped-call]
             unit=unit,
             bits=bits,
         )
@@ -113,8 +113,8 @@ def attend(
     def dots(keys: Tensor, queries: Tensor) -> Tensor:
         return torch.einsum("qhgd,khd->hgqk", queries, keys)
 
-    grouped = q.float().unflatten(1, (heads, -1))
-    rotated = transform.rotate_q(q).unflatten(1, (heads, -1))
+    grouped = q.float().unflatten(1, (heads, -1))  # type: ignore[no-untyped-call]
+    rotated = transform.rotate_q(q).unflatten(1, (heads, -1))  # type: ignore[no-untyped-call]
     bias = torch.einsum("qhgd,hd->hgq", grouped, transform.k_mean)[..., None]
     score = torch.where(near, dots(k_win, rotated), dots(k_int, rotated)) + bias
     if raw:
@@ -124,7 +124,7 @@ def attend(
         score = spec.softcap * torch.tanh(score / spec.softcap)
     score = score.masked_fill(key[None, :] > query, -torch.inf)
     if sinks is not None:
-        extra = sinks.float().unflatten(0, (heads, -1))[..., None, None].expand(-1, -1, n, 1)
+        extra = sinks.float().unflatten(0, (heads, -1))[..., None, None].expand(-1, -1, n, 1)  # type: ignore[no-untyped-call]
         probability = torch.softmax(torch.cat([score, extra], -1), -1)[..., :-1]
     else:
         probability = torch.softmax(score, -1)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
+
 from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.triton import config as triton_config
 from oscar_kernels.triton import decode as triton_decode
-from torch import Tensor
-
 from oscar_serving.engines.vllm.history import SCRATCH_ROWS
 from oscar_serving.engines.vllm.options import INT2_BLOCK, WINDOW_BLOCK
 
@@ -32,9 +32,7 @@ class LayerShape(NamedTuple):
         """The CUDA kernel on NVIDIA cards for the layouts that it knows, else the Triton kernel."""
         if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
             return "triton"
-        reason = cuda_decode.supported(
-            self.head_dim, self.k_bits, self.v_bits, self.groups, INT2_BLOCK, WINDOW_BLOCK
-        )
+        reason = cuda_decode.supported(self.head_dim, self.k_bits, self.v_bits, self.groups, INT2_BLOCK, WINDOW_BLOCK)
         return "cuda" if reason is None else "triton"
 
     def plan(self, requests: int, queries: int, max_length: int, device: torch.device) -> Any:

@@ -20,9 +20,7 @@ def announce(vllm_config: Any, kv_cache_config: Any) -> None:
     """Log what is active; raise :class:`UnsupportedVllm` if vLLM planned something else."""
     missing = check_hooks()
     if missing:
-        raise UnsupportedVllm(
-            f"oscar: these hooks did not take: {', '.join(missing)}; tested are {tested_versions()}"
-        )
+        raise UnsupportedVllm(f"oscar: these hooks did not take: {', '.join(missing)}; tested are {tested_versions()}")
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
     windows = [s for s in specs if isinstance(s, SinkWindowSpec)]
     pages = [s for s in specs if not isinstance(s, SinkWindowSpec) and s.block_size == INT2_BLOCK]
@@ -35,7 +33,8 @@ def announce(vllm_config: Any, kv_cache_config: Any) -> None:
     layout = PageLayout(pages[0].head_size, config)
     logger.info(
         "oscar: K%dV%d, %.2f bits an element, groups of %d, scales in %s; %s",
-        config.k_bits, config.v_bits, layout.bits_per_element, layout.group_size, config.scale_dtype, calibration.origin,
+        config.k_bits, config.v_bits, layout.bits_per_element, layout.group_size, config.scale_dtype,
+        calibration.origin,
     )  # fmt: skip
     logger.info(
         "oscar: first %d and last %d tokens in bfloat16 (blocks of %d and %d tokens); prefill %s; prefix cache %s",

@@ -42,7 +42,7 @@ class WindowLayer(nn.Module, AttentionLayerBase):
         self.kv_cache = kv_cache
         blocks = kv_cache.shape[0]
         flat = kv_cache.as_strided((blocks, kv_cache[0].numel()), (kv_cache.stride(0), 1))
-        self.windows = flat.view(torch.bfloat16).unflatten(1, (2, self.heads, WINDOW_BLOCK, self.head_dim))
+        self.windows = flat.view(torch.bfloat16).unflatten(1, (2, self.heads, WINDOW_BLOCK, self.head_dim))  # type: ignore[no-untyped-call]
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend that builds this layer's metadata."""
@@ -85,6 +85,10 @@ def build_attention(original: Callable[..., None], layer: Any, *args: Any, **kwa
         call.pop("self", None)
         extra = call.pop("extra_impl_args", {})
         original(layer, **call, **extra)
+        if layer.attn_backend.get_name() == "FLASH_ATTN":
+            from oscar_serving.engines.vllm.sliding import SlidingFlashBackend
+
+            layer.attn_backend = SlidingFlashBackend
         return
     for refused, what in (
         (call.get("kv_sharing_target_layer_name") is not None, "shares another layer's cache"),

@@ -22,7 +22,7 @@ from oscar_serving.cache.rule import window_start
 #: Tokens of an INT2 block; prefix hits land on its multiples.
 HIT_ALIGNMENT = 128
 
-#: Draft tokens at the end of a step that may be rejected; the tail that a step allocates reaches that much further back.
+#: Draft tokens at the end of a step that may be rejected: the tail that a step allocates reaches back by them.
 MAX_REJECTED_TOKENS = 32
 
 
@@ -71,7 +71,7 @@ class SinkWindowSpec(AttentionSpec):
 class _Departed(NamedTuple):
     """A block that left the window but stays findable until a later hit boundary replaces its own."""
 
-    index: int
+    number: int
     block: KVCacheBlock
     block_hash: Any
 
@@ -149,9 +149,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
             return min(max(need - have, 0), self.max_admission_blocks_per_request) + evictable
         return len(self._wanted(request_id, have, need, num_tokens_main_model)) + evictable
 
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Extend the request's table to ``num_tokens``; the null block where no later query will read."""
         table = self.req_to_blocks[request_id]
         start, stop = len(table), cdiv(num_tokens, self.block_size)
@@ -204,7 +202,7 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         """Take the hash from departed blocks that neither ``boundary`` nor a later one needs."""
         departed = self._departed.get(request_id)
         keep_from = window_start(boundary, self.kv_cache_spec.recent)
-        while departed and (departed[0].index + 1) * self.block_size <= keep_from:
+        while departed and (departed[0].number + 1) * self.block_size <= keep_from:
             index, block, block_hash = departed.popleft()
             if any(self._needed_by(index, b) for b in self._boundaries.get(request_id, ())):
                 continue
