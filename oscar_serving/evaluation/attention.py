@@ -19,8 +19,8 @@ _MOST_QUERIES = 256
 class Tiers(NamedTuple):
     """What a query reads of earlier tokens, in model space, ``[heads, tokens, d]`` each.
 
-    ``*_history`` as decoded from codes, ``*_window`` as kept in the window store. A cache of one tier has the same tensors
-    in both.
+    ``*_history`` as decoded from codes, ``*_window`` as kept in the window store. A cache of one tier has the same
+    tensors in both.
     """
 
     k_history: Tensor
@@ -40,8 +40,8 @@ def rule_attention(
 ) -> Tensor:
     """Attend for the last positions of a sequence, each query under the position rule.
 
-    Same result as :func:`oscar_serving.attention.reference.reference_attention` in mode ``rule``, in blocks of queries: one
-    product with the keys that most of the block's queries read, and a correction where the block's queries differ.
+    Same result as :func:`oscar_serving.attention.reference.reference_attention` in mode ``rule``, in blocks of queries:
+    one product with the keys that most of the block's queries read, and a correction where the block's queries differ.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def rule_attention(
     """
     heads, tokens, _ = tiers.k_history.shape
     query_heads, queries, _ = q.shape
-    grouped = q.unflatten(0, (heads, -1))
+    grouped = q.reshape(heads, -1, queries, q.shape[-1])
     block = max(16, min(_MOST_QUERIES, _SCORE_ELEMENTS // max(1, query_heads * tokens)))
     first_query = tokens - queries
     output = torch.empty_like(grouped)
@@ -80,8 +80,8 @@ def _attend_block(
     heads, group, block, _ = q.shape
     stop = start + block
     first = 0 if spec.sliding_window is None else max(0, start - spec.sliding_window + 1)
-    # Keys before `mixed` are read from the history by every query of the block (the sink apart), keys from `own` on from
-    # the windows by every query; between, it depends on the query.
+    # Keys before `mixed` are read from the history by every query of the block (the sink apart), keys from `own` on
+    # from the windows by every query; between, it depends on the query.
     sunk = min(max(sink, first), stop)
     mixed = max(sunk, start - recent + 1)
     own = max(mixed, stop - recent)
@@ -89,13 +89,13 @@ def _attend_block(
     values = _join(tiers.v_window, tiers.v_history, first, sunk, mixed, stop)
     rows = q.flatten(1, 2)
 
-    scores = (rows @ keys.mT).unflatten(1, (group, block))
+    scores = (rows @ keys.mT).view(heads, group, block, -1)
     position = torch.arange(start, stop, device=q.device)[:, None]
     from_history = None
     if own > mixed:
         key = torch.arange(mixed, own, device=q.device)[None, :]
         from_history = ~reads_window(key, position, sink=sink, recent=recent)
-        decoded = (rows @ tiers.k_history[:, mixed:own].mT).unflatten(1, (group, block))
+        decoded = (rows @ tiers.k_history[:, mixed:own].mT).view(heads, group, block, -1)
         part = scores[..., mixed - first : own - first]
         part.copy_(torch.where(from_history, decoded, part))
     scores.mul_(spec.scale)
@@ -117,7 +117,7 @@ def _attend_block(
         share = weights[..., mixed - first : own - first] * from_history
         change = tiers.v_history[:, mixed:own] - tiers.v_window[:, mixed:own]
         output += share.flatten(1, 2) @ change
-    return output.unflatten(1, (group, block))
+    return output.view(heads, group, block, -1)
 
 
 def _join(window: Tensor, history: Tensor, first: int, sunk: int, mixed: int, stop: int) -> Tensor:

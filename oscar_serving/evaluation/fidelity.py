@@ -16,8 +16,8 @@ TAIL = 0.999
 
 
 class TokenFidelity(NamedTuple):
-    """Per position of one sequence, float32 ``[tokens]``: KL divergence (nats), agreement (0 or 1), and the negative log
-    likelihood of the next token under the reference and under the model judged."""
+    """Per position of one sequence, float32 ``[tokens]``: KL divergence (nats), agreement (0 or 1), and the negative
+    log likelihood of the next token under the reference and under the model judged."""
 
     kld: Tensor
     agrees: Tensor
@@ -67,7 +67,8 @@ class Estimate:
 def summarize(sequences: list[TokenFidelity], first: int = 0, last: int | None = None) -> dict[str, Any]:
     """Metrics over the positions ``first … last`` of all sequences; a position ``p`` has ``p + 1`` tokens of context.
 
-    Standard errors are over sequences, since the tokens of one sequence are not independent. Sequences must be of one length.
+    Standard errors are over sequences, since the tokens of one sequence are not independent. Sequences must be of one
+    length.
     """
     cut = [TokenFidelity(*(t[first:last] for t in sequence)) for sequence in sequences]
     kld = torch.cat([s.kld for s in cut])

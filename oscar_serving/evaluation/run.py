@@ -120,8 +120,8 @@ def evaluate(
     configurations
         What to compare, with distinct names; see :mod:`oscar_serving.evaluation.configuration`.
     texts
-        Paths of UTF-8 text files, or ``(name, text)``; without any, the shipped sample. Each gives an equal share of the
-        sequences. Take another domain than the calibration's.
+        Paths of UTF-8 text files, or ``(name, text)``; without any, the shipped sample. Each gives an equal share of
+        the sequences. Take another domain than the calibration's.
     out
         Folder for ``evaluation.json``, the plots and ``report.html``; ``None`` writes nothing.
     sequences, tokens
@@ -150,7 +150,7 @@ def evaluate(
             hidden.append(judged.sequence_hidden(sequence[:-1], storage))
             seconds[at] += time.perf_counter() - begin
             if progress is not None:
-                name = (["reference"] + names)[at]
+                name = ["reference", *names][at]
                 progress(f"sequence {index + 1}, {name}", index * len(storages) + at + 1, total)
         for target, value in zip(fidelity, _fidelity(judged, hidden, sequence[1:]), strict=True):
             target.append(value)

@@ -1,7 +1,7 @@
 """What each kind of KV cache gives back of the K and V that were written to it.
 
-A storage works token by token, so that a sequence may be written in pieces. Everything is returned in model space: rotating
-a decoded key back and multiplying it with ``q`` is the same as multiplying the decoded key with a rotated ``q``.
+A storage works token by token, so that a sequence may be written in pieces. All in model space:
+rotating a decoded key back and multiplying it with ``q`` is the same as multiplying the decoded one with a rotated ``q``.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class OscarStorage:
     config
         Bits, group size, scale type, levels, windows.
     quantile_clip
-        Quantiles (K, V) of a rotated row's magnitudes at which the row is clamped before quantization: how the published
-        reference clips. Only for evaluation. ``None`` leaves the rows to the transforms' ``shrink``.
+        Quantiles (K, V) of a rotated row's magnitudes at which the row is clamped before quantization: how the
+        published reference clips. Only for evaluation. ``None`` leaves the rows to the transforms' ``shrink``.
     layer_bits
         Layer → bits of K and of V, where they differ from ``config``'s.
     """
