@@ -73,17 +73,19 @@ def test_full_queue_says_when_to_come_back(load: Callable[..., Engine]) -> None:
 
 
 def test_answers_under_load_equal_those_given_alone(load: Callable[..., Engine]) -> None:
-    """A pool that holds about two of the requests: the others wait or are preempted, and nothing differs."""
+    """A pool that does not hold all that run: some wait, some are preempted, and no answer differs."""
     with serve(load(kv_cache_memory=400_000, prefill_mode="rule")) as served:
-        prompts = [f"request number {index}: " * (4 + index % 5) for index in range(24)]
+        prompts = [f"request number {index}: " * (8 + index % 5) for index in range(12)]
 
         def ask(prompt: str) -> str:
-            return str(served.complete(prompt=prompt, max_tokens=48, ignore_eos=True)["choices"][0]["text"])
+            return str(served.complete(prompt=prompt, max_tokens=200, ignore_eos=True)["choices"][0]["text"])
 
         alone = [ask(prompt) for prompt in prompts]
-        with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        assert served.engine.stats().preemptions == 0
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
             together = list(pool.map(ask, prompts))
         assert together == alone
+        assert served.engine.stats().preemptions > 0
         served.wait_until_idle()
 
 

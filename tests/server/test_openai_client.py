@@ -21,7 +21,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    options = EngineOptions(kv_cache_memory=64 << 20, model_id="smollm2", device="cpu")
+    options = EngineOptions(kv_cache_memory=256 << 20, model_id="smollm2", device="cpu")
     with serve(Engine.load(get_model("smollm2"), options), api_key="secret") as served:
         yield openai.OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0)
 
