@@ -17,6 +17,9 @@ RotationSource = Literal["artifact", "hadamard", "none"]
 #: ``--kv-cache-dtype`` name → (bits of K, bits of V).
 KV_CACHE_DTYPES: dict[str, tuple[int, int]] = {"oscar_int2": (2, 2), "oscar_k4v2": (4, 2)}
 
+#: Kernels hold positions in 32 bits.
+LAST_POSITION = 2**31 - 1
+
 
 class ConfigError(ValueError):
     """A field has a value that is not allowed; the message names field, value and what is allowed."""
@@ -64,10 +67,8 @@ class OscarConfig:
     def __post_init__(self) -> None:
         for name in ("k_bits", "v_bits"):
             _one_of(name, getattr(self, name), (2, 4))
-        for name in ("sink", "recent"):
-            _at_least(name, getattr(self, name), 0)
-        if self.recent < 1:
-            raise ConfigError(f"recent={self.recent}: a query always reads itself unquantized, so at least 1")
+        _within("sink", self.sink, 0, LAST_POSITION)
+        _within("recent", self.recent, 1, LAST_POSITION)  # a query always reads itself unquantized
         if self.group_size is not None and (not _is_int(self.group_size) or self.group_size < 8 or self.group_size % 8):
             raise ConfigError(f"group_size={self.group_size!r}: allowed is None (whole head) or a multiple of 8")
         if not _is_int(self.page_size) or self.page_size < 16 or self.page_size % 16:
@@ -113,10 +114,10 @@ def _is_int(value: object) -> bool:
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
+    if not any(value == choice and type(value) is type(choice) for choice in allowed):  # 2.0 is not 2
         raise ConfigError(f"{name}={value!r}: allowed is {', '.join(map(repr, allowed))}")
 
 
-def _at_least(name: str, value: object, least: int) -> None:
-    if not _is_int(value) or value < least:  # type: ignore[operator]
-        raise ConfigError(f"{name}={value!r}: allowed is an integer of at least {least}")
+def _within(name: str, value: object, least: int, most: int) -> None:
+    if not _is_int(value) or not least <= value <= most:  # type: ignore[operator]
+        raise ConfigError(f"{name}={value!r}: allowed is an integer from {least} to {most}")
