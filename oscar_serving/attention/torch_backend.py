@@ -19,7 +19,7 @@ from oscar_serving.codec import pack, quantize
 #: Keys of a tile; tiles begin at multiples of it, so that neither chunking nor batching moves them.
 KEY_TILE = 1024
 #: Query positions of a block, likewise aligned.
-QUERY_BLOCK = 256
+QUERY_BLOCK = 64
 
 
 class TorchBackend:
