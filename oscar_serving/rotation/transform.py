@@ -10,6 +10,9 @@ from torch import Tensor
 from oscar_serving.rotation.hadamard import hadamard
 from oscar_serving.rotation.spectral import check_orthogonal
 
+#: Least unit of FP8 scales, far below any that is of use: stored values and their reciprocals stay normal float32.
+LEAST_UNIT = 2.0**-64
+
 
 @dataclass(frozen=True)
 class LayerTransform:
@@ -28,7 +31,7 @@ class LayerTransform:
     k_shrink, v_shrink
         float32 ``[heads]``, factor on a row's minimum and maximum before quantization, in (0, 1].
     k_unit, v_unit
-        float32 ``[heads]``, unit of FP8 scale and minimum; ones with 16-bit scales.
+        float32 ``[heads]``, unit of FP8 scale and minimum, in [2^-64, 2^64]; ones with 16-bit scales.
     """
 
     k_rotation: Tensor
@@ -76,8 +79,11 @@ class LayerTransform:
             if not ((value > 0) & (value <= 1)).all():
                 raise ValueError(f"{name}.{field_name}: must lie in (0, 1], got {value.min():g} … {value.max():g}")
         for field_name in ("k_unit", "v_unit"):
-            if not (getattr(self, field_name) > 0).all():
-                raise ValueError(f"{name}.{field_name}: must be positive")
+            value = getattr(self, field_name)
+            if not ((value >= LEAST_UNIT) & (value <= 1 / LEAST_UNIT)).all():
+                raise ValueError(
+                    f"{name}.{field_name}: must be positive, from 2^-64 to 2^64, got {value.min():g} … {value.max():g}"
+                )
         check_orthogonal(self.k_rotation, f"{name}.k_rotation", tolerance=1e-5)
         check_orthogonal(self.v_rotation, f"{name}.v_rotation", tolerance=1e-5)
 
