@@ -20,6 +20,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         patch.setenv(name, value)
     patch.syspath_prepend(str(Path(__file__).parents[2]))
     import cpu_engine
+
     from benchmarks import vllm_smoke
 
     cpu_engine.install()

@@ -24,7 +24,8 @@ from oscar_serving.rotation import LayerTransform
 def model(tmp_path: Any) -> str:
     (tmp_path / "config.json").write_text(
         '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,'
-        ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,'
+        ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,'
+        ' "vocab_size": 512,'
         ' "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}'
     )
     return str(tmp_path)
