@@ -103,19 +103,12 @@ inline uint8_t to_float8(float f) {
   return uint8_t(sign | ((a - 0x3C000000u + 0x7FFFFu + ((a >> 20) & 1u)) >> 20));
 }
 
-struct Float8Table {
-  float value[256];
-  Float8Table() {
-    for (int b = 0; b < 256; ++b) {
-      int exponent = (b >> 3) & 15, mantissa = b & 7;
-      float magnitude = exponent ? float(8 + mantissa) * float_of(uint32_t(exponent - 10 + 127) << 23)
-                                 : float(mantissa) * 0x1p-9f;
-      if ((b & 0x7F) == 0x7F) magnitude = float_of(0x7FC00000u);
-      value[b] = b & 0x80 ? -magnitude : magnitude;
-    }
-  }
-};
-inline const Float8Table kFloat8Table;
+// Value of a float8 e4m3fn that is a number.
+inline float from_float8(uint8_t b) {
+  const uint32_t magnitude = b & 0x7Fu;
+  const float subnormal = float(int32_t(magnitude)) * 0x1p-9f, normal = float_of((magnitude << 20) + 0x3C000000u);
+  return float_of(bits_of(magnitude < 8u ? subnormal : normal) | (uint32_t(b & 0x80u) << 24));
+}
 
 inline float load_scalar(const char* data, int64_t i, int32_t type) {
   uint16_t h;
@@ -125,7 +118,7 @@ inline float load_scalar(const char* data, int64_t i, int32_t type) {
       std::memcpy(&f, data + 4 * i, 4);
       return f;
     case kFloat8:
-      return kFloat8Table.value[uint8_t(data[i])];
+      return from_float8(uint8_t(data[i]));
     default:
       std::memcpy(&h, data + 2 * i, 2);
       return type == kFloat16 ? from_float16(h) : from_bfloat16(h);

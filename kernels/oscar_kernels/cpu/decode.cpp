@@ -43,9 +43,11 @@ struct Piece {
   bool quantized, window;           // which tiers some query reads
 };
 
+// Buffers of a thread.
 struct Scratch {
-  std::vector<float> scores, other, weights, meta, row, acc;
+  std::vector<float> scores, other, weights, meta, row;
   std::vector<uint8_t> bytes;
+  std::vector<Piece> pieces;
 };
 
 // scale and minimum of tokens begin … end as out[(2 g + i) * tokens + t]
@@ -53,9 +55,17 @@ void load_meta(const Layer& layer, const Piece& piece, int kv, float unit, std::
   const int width = layer.groups * 2, tokens = piece.end - piece.begin;
   const char* meta = reinterpret_cast<const char*>(piece.page + layer.section[2 * kv + 1]);
   buffer.resize(size_t(tokens) * width);
-  load_row(meta + int64_t(piece.begin) * width * type_bytes(layer.meta_type), tokens * width, layer.meta_type, buffer.data());
+  float* values = buffer.data();
+  load_row(meta + int64_t(piece.begin) * width * type_bytes(layer.meta_type), tokens * width, layer.meta_type, values);
+  if (width == 2) {  // the stride is known to the compiler
+    for (int t = 0; t < tokens; ++t) {
+      out[t] = values[2 * t] * unit;
+      out[tokens + t] = values[2 * t + 1] * unit;
+    }
+    return;
+  }
   for (int n = 0; n < width; ++n)
-    for (int t = 0; t < tokens; ++t) out[n * tokens + t] = buffer[size_t(t) * width + n] * unit;
+    for (int t = 0; t < tokens; ++t) out[n * tokens + t] = values[int64_t(t) * width + n] * unit;
 }
 
 // Scores of R rows for 16 tokens: score[r][t] += s (q·c) + m Σq. Bytes lie transposed, [row bytes][16 tokens].
@@ -75,7 +85,7 @@ void score_block(const Layer& layer, const uint8_t* bytes, const float* planes, 
         const int32_t mask = ((1 << bits) - 1) << (plane * bits);
         for (; c + 2 <= stop; c += 2) {
           const uint8_t* p = lanes + (c - plane * row) * 16;
-          const F a = codes<kLanes>(p, mask), b = codes<kLanes>(p + 16, mask);
+          const F a = masked<kLanes>(widen<kLanes>(p), mask), b = masked<kLanes>(widen<kLanes>(p + 16), mask);
           const float* q = planes + c * kRows;
           for (int r = 0; r < R; ++r) {
             even[r] += q[r] * a;
@@ -83,7 +93,7 @@ void score_block(const Layer& layer, const uint8_t* bytes, const float* planes, 
           }
         }
         if (c < stop) {
-          const F a = codes<kLanes>(lanes + (c - plane * row) * 16, mask);
+          const F a = masked<kLanes>(widen<kLanes>(lanes + (c - plane * row) * 16), mask);
           for (int r = 0; r < R; ++r) even[r] += planes[c * kRows + r] * a;
           ++c;
         }
@@ -150,10 +160,9 @@ void mix_columns(const uint8_t* packed, int row, int bits, int group, const floa
   const float* of_plane[P];
   for (int p = 0; p < P; ++p) of_plane[p] = weights + (p * row + column) / group * group_stride;
   for (int t = 0; t < tokens; ++t) {
-    const auto wide =
-        __builtin_convertvector(load<typename Vec<W>::b>(packed + int64_t(t) * row + column), typename Vec<W>::i);
+    const auto wide = widen<W>(packed + int64_t(t) * row + column);
     for (int p = 0; p < P; ++p) {
-      const F c = __builtin_convertvector(wide & (((1 << bits) - 1) << (p * bits)), F);
+      const F c = masked<W>(wide, ((1 << bits) - 1) << (p * bits));
       for (int r = 0; r < R; ++r) sum[r][p] += of_plane[p][r * stride + t] * c;
     }
   }
@@ -248,8 +257,8 @@ struct Partial {
 class Split {
  public:
   Split(const Layer& layer, const int32_t* pages, const int32_t* windows, int head, const Queries& queries,
-        const Partial& out)
-      : layer_(layer), pages_(pages), windows_(windows), head_(head), queries_(queries), out_(out) {}
+        const Partial& out, Scratch& scratch)
+      : layer_(layer), pages_(pages), windows_(windows), head_(head), queries_(queries), out_(out), scratch_(scratch) {}
 
   // Keys from … to, all at or before the last query.
   void run(int64_t from, int64_t to) {
@@ -285,8 +294,8 @@ class Split {
   }
 
   void tile(int64_t first, int64_t last, int64_t from, int64_t to) {
-    static thread_local Scratch scratch;
-    static thread_local std::vector<Piece> pieces;
+    Scratch& scratch = scratch_;
+    std::vector<Piece>& pieces = scratch.pieces;
     const int d = layer_.head_dim, rows = queries_.rows, ratio = layer_.ratio;
     pieces.clear();
     int64_t stride = 0;
@@ -297,7 +306,8 @@ class Split {
     scratch.scores.resize(size_t(rows) * stride);
     int64_t column = 0;
     for (const Piece& p : pieces) {
-      score(p, scratch.scores.data() + column, stride, scratch);
+      fetch(p, last);
+      score(p, scratch.scores.data() + column, stride);
       column += p.end - p.begin;
     }
     for (int r = 0; r < rows; ++r) {
@@ -341,7 +351,21 @@ class Split {
     }
   }
 
-  void score(const Piece& p, float* scores, int64_t stride, Scratch& scratch) {
+  // Ask for what comes next: V of this page, K of the following one. Pages are too short for the hardware to foresee it.
+  void fetch(const Piece& p, int64_t last) const {
+    const int64_t next = p.key / layer_.page_size + 1;
+    const int64_t half = layer_.section[2];
+    if (p.page) prefetch(p.page + half, half);
+    if (next < last && !layer_.windows_only)
+      prefetch(layer_.pages + pages_[next] * layer_.page_stride + head_ * layer_.head_stride, half);
+  }
+
+  static void prefetch(const uint8_t* data, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i);
+  }
+
+  void score(const Piece& p, float* scores, int64_t stride) {
+    Scratch& scratch = scratch_;
     const int rows = queries_.rows, width = p.end - p.begin, ratio = layer_.ratio;
     if (p.quantized) score_quantized(layer_, head_, queries_, p, scores, stride, scratch);
     if (p.window && !p.quantized) score_window(layer_, queries_, p, scores, stride, scratch);
@@ -376,6 +400,7 @@ class Split {
   int head_;
   const Queries& queries_;
   Partial out_;
+  Scratch& scratch_;
 };
 
 // One (request, KV head).
@@ -506,8 +531,9 @@ extern "C" void oscar_decode(const oscar::Layer* shared, const oscar::Batch* bat
     const int split = units[size_t(i)].second;
     const int64_t base = (job.from / job.split + split) * job.split;
     const Queries queries = queries_of(*layer, *batch, job, buffer + job.buffer);
+    static thread_local Scratch scratch;
     Split(*layer, batch->page_table + job.request * batch->page_row, batch->window_table + job.request * batch->window_row,
-          job.head, queries, partial_of(*layer, job, split, buffer + job.buffer))
+          job.head, queries, partial_of(*layer, job, split, buffer + job.buffer), scratch)
         .run(std::max(base, job.from), std::min(base + job.split, int64_t(batch->lengths[job.request])));
   });
   parallel_for(count, few, [&](int i) { finish(*layer, *batch, jobs[size_t(i)], buffer + jobs[size_t(i)].buffer, *out); });

@@ -50,29 +50,26 @@ class Pool {
       count_ = count;
       helpers_ = threads - 1;
       next_ = 0;
-      running_ = threads - 1;
-      ++job_;
     }
     wake_.notify_all();
     take(body, count);
     std::unique_lock<std::mutex> lock(mutex_);
+    body_ = nullptr;  // a worker that comes too late finds nothing, and is not waited for
     done_.wait(lock, [this] { return running_ == 0; });
   }
 
  private:
   void take(const std::function<void(int)>& body, int count) {
-    for (int i; (i = next_.fetch_add(1)) < count;) body(i);
+    for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
   }
 
   void work(int number) {
-    uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [&] { return job_ != seen; });
-      seen = job_;
-      if (number >= helpers_) continue;
+      wake_.wait(lock, [&] { return body_ && number < helpers_ && next_.load(std::memory_order_relaxed) < count_; });
       const std::function<void(int)>* body = body_;
-      int count = count_;
+      const int count = count_;
+      ++running_;
       lock.unlock();
       take(*body, count);
       lock.lock();
@@ -85,7 +82,6 @@ class Pool {
   std::vector<std::thread> workers_;
   const std::function<void(int)>* body_ = nullptr;
   int count_ = 0, helpers_ = 0, running_ = 0;
-  uint64_t job_ = 0;
   std::atomic<int> next_{0};
 };
 

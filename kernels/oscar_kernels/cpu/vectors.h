@@ -4,6 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__SSE4_1__)
+#include <immintrin.h>
+#endif
+
 namespace oscar {
 
 #if defined(__AVX512F__)
@@ -36,11 +40,26 @@ inline void save(void* p, const T& x) {
   std::memcpy(p, &x, sizeof(T));
 }
 
-// W bytes, masked, as floats.
+// W bytes as W integers. GCC makes scalar code of the conversion, hence the instructions by name where they are known.
 template <int W>
-inline typename Vec<W>::f codes(const uint8_t* p, int32_t mask) {
-  auto wide = __builtin_convertvector(load<typename Vec<W>::b>(p), typename Vec<W>::i);
-  return __builtin_convertvector(wide & mask, typename Vec<W>::f);
+inline typename Vec<W>::i widen(const uint8_t* p) {
+#if defined(__AVX512F__)
+  if constexpr (W == 16) return typename Vec<W>::i(_mm512_cvtepu8_epi32(load<__m128i>(p)));
+#endif
+#if defined(__AVX2__)
+  if constexpr (W == 8) return typename Vec<W>::i(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#endif
+#if defined(__SSE4_1__)
+  if constexpr (W == 4) return typename Vec<W>::i(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(load<int32_t>(p))));
+#endif
+  typedef int16_t Short __attribute__((vector_size(W * 2)));
+  return __builtin_convertvector(__builtin_convertvector(load<typename Vec<W>::b>(p), Short), typename Vec<W>::i);
+}
+
+// W integers masked, as floats.
+template <int W>
+inline typename Vec<W>::f masked(typename Vec<W>::i x, int32_t mask) {
+  return __builtin_convertvector(x & mask, typename Vec<W>::f);
 }
 
 #if defined(__clang__)
