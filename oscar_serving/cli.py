@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from oscar_serving.cli_commands import calibrate, doctor, evaluate, import_zoo, inspect, models, plan, serve
+from oscar_serving.cli_commands import bench, calibrate, doctor, evaluate, import_zoo, inspect, models, plan, serve
 from oscar_serving.version import __version__
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("eval")(evaluate.evaluate)
 app.command("import-zoo")(import_zoo.import_zoo)
+app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 
 

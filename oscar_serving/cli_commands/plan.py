@@ -68,7 +68,8 @@ def show(made: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{made.model}: {made.layers} layers, {made.kv_heads} KV heads of {made.head_dim}, {format_size(made.memory_bytes)}"
+    shape = f"{made.layers} layers, {made.kv_heads} KV heads of {made.head_dim}"
+    title = f"{made.model}: {shape}, {format_size(made.memory_bytes)}"
     table = Table("cache", title=title)
     lengths = list(made.caches[0].requests)
     columns = ["bits", "bytes a token", "fewer", "fixed a request", "tokens"]
