@@ -128,7 +128,7 @@ def triton_run(data: Decode, config: DecodeConfig) -> tuple[Run, Tensor]:
 
 
 def cuda_run(data: Decode) -> tuple[Run, Tensor]:
-    """The CUDA kernel with the same rotation of q."""
+    """The CUDA kernel, which rotates q itself."""
     from oscar_kernels.cuda import decode as cuda
 
     shape, device = data.shape, data.q.device
@@ -140,17 +140,15 @@ def cuda_run(data: Decode) -> tuple[Run, Tensor]:
     )  # fmt: skip
     floats, ints = cuda.workspace_size(batch, shape.heads, shape.head_dim, geometry)
     partial, arrived = torch.empty(floats, device=device), torch.zeros(ints, dtype=torch.int32, device=device)
-    rotated = torch.empty_like(data.q, dtype=torch.float32)
     out = torch.full_like(data.q, float("nan"))
-    back = data.rotation.mT.contiguous().bfloat16()
+    back, turn = data.rotation.mT.contiguous().bfloat16(), cuda.turn_matrix(data.rotation)
 
     def run() -> None:
-        rotate_query(data.q, data.rotation, rotated)
         cuda.decode(
-            rotated, data.views, (data.windows.k, data.windows.v), data.page_table, data.windows.table,
+            data.q, data.views, (data.windows.k, data.windows.v), data.page_table, data.windows.table,
             data.query_start, data.lengths, geometry=geometry, partial=partial, arrived=arrived, out=out,
             sink=shape.sink, recent=shape.recent, scale=shape.head_dim**-0.5, k_unit=data.ones, v_unit=data.ones,
-            v_back=back,
+            v_back=back, k_turn=turn,
         )  # fmt: skip
 
     return run, out

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_kernels.cuda.decode import Plan, decode, plan, supported, workspace_size
+from oscar_kernels.cuda.decode import Plan, decode, plan, supported, turn_matrix, workspace_size
 from oscar_serving.attention.reference import Reference, reference_attention
 from oscar_serving.attention.spec import AttentionSpec
 from oscar_serving.codec import PageLayout, pack, quantize
@@ -98,7 +98,7 @@ class Store:
 
 
 def run(
-    case: tuple, geometry: Plan | None = None, drop_windows: bool = False
+    case: tuple, geometry: Plan | None = None, drop_windows: bool = False, rotate: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, list[Reference]]:
     d, k_bits, v_bits, group, scale_dtype, heads, ratio, queries, page, win_page, sliding, softcap = case
     config = OscarConfig(
@@ -117,7 +117,7 @@ def run(
     qs, references = [], []
     for request, n in enumerate(lengths):
         k, v = torch.randn(n, heads, d) * 1.5 + torch.randn(heads, d), torch.randn(n, heads, d)
-        q = torch.randn(queries, heads * ratio, d) * 2
+        q = (torch.randn(queries, heads * ratio, d) * 2).bfloat16().float()
         store.write(request, k, v, transform, queries)
         present = torch.ones(n, dtype=torch.bool)
         if drop_windows:
@@ -139,9 +139,10 @@ def run(
     out = torch.full((len(q), heads * ratio, d), torch.nan, dtype=torch.bfloat16, device="cuda")
     lse = torch.full((len(q), heads * ratio), torch.nan, device="cuda")
     windows = store.windows.cuda()
+    wide = torch.cat([q.flatten(1), torch.full((len(q), 64), torch.nan)], 1).bfloat16().cuda()  # as in a fused QKV
     for _ in range(2):  # the second launch finds the workspace as the first one left it
         decode(
-            transform.rotate_q(q).cuda().contiguous(),
+            wide[:, : heads * ratio * d].unflatten(1, (-1, d)) if rotate else transform.rotate_q(q).cuda(),
             tuple(store.layout.views(store.pages.cuda())),
             (windows[:, 0], windows[:, 1]),
             store.tables[0].cuda(),
@@ -149,6 +150,7 @@ def run(
             (torch.arange(len(lengths) + 1) * queries).int().cuda(),
             torch.tensor(lengths).int().cuda(),
             geometry=geometry,
+            k_turn=turn_matrix(transform.k_rotation).cuda() if rotate else None,
             partial=partial,
             arrived=arrived,
             out=out,
@@ -187,11 +189,11 @@ def test_equals_the_reference(case: tuple) -> None:
 
 @gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize(("int_splits", "win_splits"), [(1, 0), (3, 0), (5, 2)])
-def test_splits_do_not_change_the_result(int_splits: int, win_splits: int) -> None:
+@pytest.mark.parametrize(("splits", "thin"), [(1, 0), (3, 0), (12, 8), (30, 10)])
+def test_splits_do_not_change_the_result(splits: int, thin: int) -> None:
     case = CASES[0]
     geometry = plan(5, 2, 4, 128, 128, max_queries=1, max_length=2048, sms=132)
-    check(case, geometry=geometry._replace(int_splits=int_splits, win_splits=win_splits))
+    check(case, geometry=geometry._replace(splits=splits, thin=thin))
 
 
 @gpu
@@ -199,6 +201,13 @@ def test_splits_do_not_change_the_result(int_splits: int, win_splits: int) -> No
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[6]])
 def test_missing_window_pages_are_read_packed(case: tuple) -> None:
     check(case, drop_windows=True)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_rotates_the_query_itself(case: tuple) -> None:
+    check(case, rotate=True)
 
 
 def test_refuses_what_it_cannot_serve() -> None:
@@ -212,10 +221,10 @@ def test_refuses_what_it_cannot_serve() -> None:
 def test_plan_fits_the_merge_and_covers_small_batches(batch: int) -> None:
     for length in (64, 2048, 100_000, 1_000_000):
         geometry = plan(batch, 8, 4, 128, 128, max_queries=1, max_length=length, sms=132)
-        assert geometry.int_splits >= 1
-        assert geometry.int_splits + geometry.win_splits <= 4 * 128  # merge weights
+        assert geometry.splits >= 1
+        assert geometry.splits <= 4 * 128  # merge weights
         if batch * 8 < 132 and length >= 100_000:
-            assert batch * 8 * geometry.int_splits > 132
+            assert batch * 8 * geometry.splits > 132
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

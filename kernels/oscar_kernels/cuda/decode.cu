@@ -43,7 +43,9 @@ typedef long long i64;
 typedef unsigned long long u64;
 
 struct Params {
-  const float* q;            // [T, Hq, D], cache space
+  const float* q;            // [T, Hq, D], cache space; null: q16 is rotated here
+  const u16* q16;            // [T, Hq, D] bf16, model space
+  const u16* k_turn;         // [2, Hkv, D, D] bf16: R_K^T (row: cache channel) as the sum of two matrices
   const u8 *k_codes, *k_meta, *v_codes, *v_meta;  // sections of the first page of the first head
   const u16 *k_win, *v_win;  // window store, K and V of the first page of the first head
   const int* page_table;     // [B, page_cols]
@@ -60,12 +62,14 @@ struct Params {
   float* partial;            // workspace: [B, Hkv * row tiles, splits, ROWS, D] outputs
   float* stats;              // workspace: [B, Hkv * row tiles, splits, ROWS, 2] maximum (base 2), sum
   int* arrived;              // workspace: [B, Hkv * row tiles], zero before and after
+  i64 q_stride;                              // elements from token to token
   i64 page_stride, head_stride;              // bytes
   i64 win_page_stride, win_head_stride, win_token_stride;  // elements
   int page_cols, window_cols;
   int heads, ratio;          // KV heads, query heads per KV head
   int sink, recent, sliding; // sliding: 0 for none
-  int int_splits, win_splits;  // splits of packed keys; further splits for windows alone (0: all splits share them)
+  int splits;                // CTAs a (request, KV head, row tile) at most
+  int thin;                  // of which one a multiprocessor; 0 when there are more pairs than multiprocessors
   float scale, softcap;
 };
 
@@ -97,20 +101,18 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma_win(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if WIN_BF16
+__device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-#else
-  mma_f16(c, a0, a1, a2, a3, b0, b1);
-#endif
 }
 #if WIN_BF16
 #define pack_win packb16
+#define mma_win mma_bf16
 __device__ __forceinline__ float low_of(u32 x) { return __int_as_float(x << 16); }
 __device__ __forceinline__ float high_of(u32 x) { return __int_as_float(x & 0xffff0000u); }
 #else
 #define pack_win pack16
+#define mma_win mma_f16
 __device__ __forceinline__ float low_of(u32 x) { return half_to_float(x & 0xffffu); }
 __device__ __forceinline__ float high_of(u32 x) { return half_to_float(x >> 16); }
 #endif
@@ -537,6 +539,45 @@ __device__ __forceinline__ void attend_window(State& st, const float (*sh_q)[D],
   }
 }
 
+// Query rows (bf16 values held as float) to cache space, in place: q' = q R_K, a tensor-core product with R_K^T as A.
+__device__ __forceinline__ void rotate_rows(float (*sh_q)[D], const Params& p, int head) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+  const int each = (MTILES + WARPS - 1) / WARPS;
+  float turned[each][NT][4];
+#pragma unroll
+  for (int m = 0; m < each; ++m) {
+    const int tile = warp + m * WARPS;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) turned[m][n][j] = 0.f;
+    if (tile < MTILES)
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const u16* matrix = p.k_turn + ((i64)part * p.heads + head) * D * D + (tile * 16 + row) * D + quad * 8;
+#pragma unroll
+        for (int c = 0; c < D / 32; ++c) {
+          const uint4 lo = __ldg((const uint4*)(matrix + c * 32)), hi = __ldg((const uint4*)(matrix + 8 * D + c * 32));
+#pragma unroll
+          for (int n = 0; n < NT; ++n) {
+            const float4 x = *(const float4*)(sh_q[n * 8 + row] + c * 32 + quad * 8), y = *(const float4*)(sh_q[n * 8 + row] + c * 32 + quad * 8 + 4);
+            mma_bf16(turned[m][n], lo.x, hi.x, lo.y, hi.y, packb16(x.x, x.y), packb16(x.z, x.w));
+            mma_bf16(turned[m][n], lo.z, hi.z, lo.w, hi.w, packb16(y.x, y.y), packb16(y.z, y.w));
+          }
+        }
+      }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int m = 0; m < each; ++m)
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (warp + m * WARPS < MTILES) sh_q[n * 8 + 2 * quad + j % 2][(warp + m * WARPS) * 16 + row + j / 2 * 8] = turned[m][n][j];
+  __syncthreads();
+}
+
 // Merge of the splits (unless this CTA did all), learned sinks, LSE, rotation back, output. `o`: the unnormalised rows
 // when there is one split. `scratch`: one row set a warp, free. `back`: room for R_V^T, free.
 __device__ __forceinline__ void finish(const Params& p, float (*o)[D], float (*scratch)[ROWS][D], u16* back, const float2* one,
@@ -661,7 +702,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
   if (length <= 0 || row0 >= total_rows) return;
   const int live = min(ROWS, total_rows - row0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-  const int splits = p.int_splits + p.win_splits, query_heads = p.heads * p.ratio;
+  const int query_heads = p.heads * p.ratio;
   const int* page_table = p.page_table + (i64)request * p.page_cols;
   const int* window_table = p.window_table + (i64)request * p.window_cols;
 
@@ -681,8 +722,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
   // Blocks of packed keys that only this store serves, when every window page is there; the rest in a second pass.
   const int lo_key = max(start, p.sink), hi_key = last_pos - p.recent;
   const int b0 = lo_key / TOKENS, blocks = hi_key >= lo_key ? hi_key / TOKENS + 1 - b0 : 0;
-  const int each = (blocks + p.int_splits - 1) / p.int_splits;
-  const int from = b0 + min(split * each, blocks), to = split < p.int_splits ? min(from + each, b0 + blocks) : from;
+  // How many CTAs share the work follows from the length: the grid is fixed, those beyond leave. With CTAs to spare some
+  // take the windows alone; otherwise every one takes a share of them.
+  int splits = min(p.splits, max(1, (blocks + WARPS - 1) / WARPS)), windows = 0;
+  if (p.thin) {
+    const int deep = blocks <= 2 * WARPS * p.thin ? 1 : blocks <= 8 * WARPS * p.thin ? 2 : MIN_CTAS;
+    splits = min(p.splits, deep * p.thin);
+    windows = min(deep == 1 ? 4 : 1, splits - 1);
+  }
+  if (split >= splits) return;
+  const int int_splits = splits - windows;
+  const int each = (blocks + int_splits - 1) / int_splits;
+  const int from = b0 + min(split * each, blocks), to = split < int_splits ? min(from + each, b0 + blocks) : from;
 
   const i64 head_at = (i64)head * p.head_stride;
   const Source source = {p.k_codes + head_at, p.v_codes + head_at, p.k_meta + head_at, p.v_meta + head_at};
@@ -703,15 +754,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
   // Query row r is query r / ratio, head r % ratio of the group.
   for (int i = threadIdx.x; i < ROWS * D; i += 32 * WARPS) {
     int r = row0 + i / D;
-    sh_q[i / D][i % D] = r < total_rows ? p.q[((i64)(q0 + r / p.ratio) * query_heads + head * p.ratio + r % p.ratio) * D + i % D] : 0.f;
+    const i64 at = (q0 + r / p.ratio) * p.q_stride + (head * p.ratio + r % p.ratio) * D + i % D;
+    sh_q[i / D][i % D] = r >= total_rows ? 0.f : p.q ? p.q[at] : __int_as_float((u32)p.q16[at] << 16);
   }
-  const int part = p.win_splits ? split - p.int_splits : split, parts = p.win_splits ? p.win_splits : p.int_splits;
+  const int part = windows ? split - int_splits : split, parts = windows ? windows : splits;
   bool whole = true;  // every window page that a row would read is there
   if (part >= 0) {
     for (int c = start / WPAGE + threadIdx.x; c <= (min(p.sink, length) - 1) / WPAGE; c += 32 * WARPS) whole &= window_table[c] != 0;
     for (int c = recent_lo / WPAGE + threadIdx.x; c <= last_pos / WPAGE; c += 32 * WARPS) whole &= window_table[c] != 0;
   }
   whole = __syncthreads_and(whole);
+  if (!p.q) rotate_rows(sh_q, p, head);
 
   Rows rows;
 #pragma unroll
@@ -837,8 +890,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
     }
   __syncthreads();
   const i64 pair = (i64)request * gridDim.y + blockIdx.y;
-  float* partial = p.partial + pair * splits * (ROWS * D);
-  float* stats = p.stats + pair * splits * (ROWS * 2);
+  float* partial = p.partial + pair * p.splits * (ROWS * D);
+  float* stats = p.stats + pair * p.splits * (ROWS * 2);
   for (int i = threadIdx.x; i < live * D / 4; i += 32 * WARPS) {
     const int r = i / (D / 4), c = i % (D / 4) * 4;
     float m = M_START, l = 0.f;

@@ -13,12 +13,13 @@ from torch import Tensor
 from oscar_kernels.cuda.nvrtc import Kernel
 
 _POINTERS = (
-    "q", "k_codes", "k_meta", "v_codes", "v_meta", "k_win", "v_win", "page_table", "window_table", "query_start",
-    "lengths", "k_unit", "v_unit", "q_bias", "sinks", "v_back", "v_mean", "out", "lse", "partial", "stats", "arrived",
+    "q", "q16", "k_turn", "k_codes", "k_meta", "v_codes", "v_meta", "k_win", "v_win", "page_table", "window_table",
+    "query_start", "lengths", "k_unit", "v_unit", "q_bias", "sinks", "v_back", "v_mean", "out", "lse", "partial",
+    "stats", "arrived",
 )  # fmt: skip
-_STRIDES = ("page_stride", "head_stride", "win_page_stride", "win_head_stride", "win_token_stride")
+_STRIDES = ("q_stride", "page_stride", "head_stride", "win_page_stride", "win_head_stride", "win_token_stride")
 _INTEGERS = (
-    "page_cols", "window_cols", "heads", "ratio", "sink", "recent", "sliding", "int_splits", "win_splits",
+    "page_cols", "window_cols", "heads", "ratio", "sink", "recent", "sliding", "splits", "thin",
 )  # fmt: skip
 
 
@@ -36,16 +37,18 @@ class Plan(NamedTuple):
 
     Attributes
     ----------
-    int_splits, win_splits
-        CTAs a (request, KV head) for packed keys, and further ones for windows alone (0: shared by all).
+    splits
+        CTAs a (request, KV head, row tile) at most; how many of them work follows from the length, in the kernel.
+    thin
+        Of which one a multiprocessor; 0 when there is no multiprocessor to spare.
     row_tiles_of_8, row_tiles
         Tiles of eight query rows a CTA; CTAs over the rows of a KV head.
     tokens, min_ctas, stages
         Keys a warp takes at a time, CTAs a multiprocessor, blocks in flight.
     """
 
-    int_splits: int
-    win_splits: int
+    splits: int
+    thin: int
     row_tiles_of_8: int
     row_tiles: int
     tokens: int
@@ -92,26 +95,32 @@ def plan(
         tokens, min_ctas, stages = 64, 3, 3
     else:
         tokens, min_ctas, stages = 32, 4, 4
+    most = max(1, min(256, max_length // (_WARPS * tokens)))
+    thin = sms // pairs
+    if thin >= 8:
+        return Plan(max(1, min(most + 4, min_ctas * thin)), thin, per, row_tiles, tokens, min_ctas, stages)
+    # Much work: the number of splits whose last wave wastes least.
     resident = min_ctas * sms
 
     def cost(splits: int) -> float:
         return -(-pairs * splits // resident) * (max_length / splits + _FIXED_KEYS) + 20 * splits
 
-    most = max(1, min(256, max_length // (_WARPS * tokens)))
-    splits = min(range(1, most + 1), key=cost)
-    # With CTAs to spare the windows get their own; otherwise every CTA takes a share of them.
-    spare = 4 if splits < 16 else 1
-    alone = pairs * (splits + spare) <= resident
-    if alone or splits < 8:
-        return Plan(splits, spare if alone else 0, per, row_tiles, tokens, min_ctas, stages)
-    return Plan(splits - spare, spare, per, row_tiles, tokens, min_ctas, stages)
+    splits = min(range(1, min(most, 32) + 1), key=cost)
+    return Plan(splits, 0, per, row_tiles, tokens, min_ctas, stages)
 
 
 def workspace_size(batch: int, heads: int, head_dim: int, geometry: Plan) -> tuple[int, int]:
     """Elements of the float32 and of the int32 workspace; the latter must be zero before the first launch."""
     pairs = batch * heads * geometry.row_tiles
-    rows = pairs * (geometry.int_splits + geometry.win_splits) * 8 * geometry.row_tiles_of_8
+    rows = pairs * geometry.splits * 8 * geometry.row_tiles_of_8
     return rows * (head_dim + 2), pairs
+
+
+def turn_matrix(rotation: Tensor) -> Tensor:
+    """R_K ``[Hkv, d, d]`` as the kernel wants it: bf16 ``[2, Hkv, d, d]``, R_K^T as a leading part and a rest."""
+    turned = rotation.float().mT.contiguous()
+    leading = turned.bfloat16()
+    return torch.stack([leading, (turned - leading.float()).bfloat16()])
 
 
 @functools.cache
@@ -138,6 +147,7 @@ def decode(
     k_unit: Tensor,
     v_unit: Tensor,
     lse: Tensor | None = None,
+    k_turn: Tensor | None = None,
     q_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     v_back: Tensor | None = None,
@@ -150,7 +160,7 @@ def decode(
     Parameters
     ----------
     q
-        float32 ``[T, Hq, d]``, rotated by R_K.
+        float32 ``[T, Hq, d]``, rotated by R_K; with ``k_turn``, bfloat16 in model space. Any token stride.
     codes
         ``k_codes, k_meta, v_codes, v_meta`` as the page layout's views (FP8 metadata as float8_e4m3fn or uint8).
     windows
@@ -159,6 +169,8 @@ def decode(
         int32, as in the attention seam; length 0 marks a padding row, which touches nothing.
     partial, arrived
         Workspace of :func:`workspace_size`.
+    k_turn
+        :func:`turn_matrix` of R_K: the kernel rotates the query itself.
     out
         bf16 or fp16 ``[T, Hq, d]``, written in place: model space when ``v_back`` (bf16 ``[Hkv, d, d]``, R_V
         transposed) is given, else cache space.
@@ -173,8 +185,9 @@ def decode(
     reason = supported(d, k_bits, v_bits, groups, page_size, k_win.shape[2])
     if reason:
         raise ValueError(f"CUDA decode kernel: {reason}; use the Triton kernel")
-    if q.dtype != torch.float32 or not q.is_contiguous() or not out.is_contiguous():
-        raise ValueError("q must be contiguous float32 and out contiguous")
+    dtype = torch.float32 if k_turn is None else torch.bfloat16
+    if q.dtype != dtype or q.stride()[1:] != (d, 1) or not out.is_contiguous():
+        raise ValueError(f"q must be {dtype} with contiguous tokens and out contiguous, got {q.dtype} {q.stride()}")
     meta8 = k_meta.element_size() == 1
     page_stride, head_stride = (k_codes.stride(i) * k_codes.element_size() for i in (0, 1))
     for c in codes:  # the stride of a dimension of size 1 means nothing
@@ -190,21 +203,22 @@ def decode(
         ("SOFTCAP", int(softcap is not None)), ("PAGE", page_size), ("WPAGE", k_win.shape[2]),
         ("MIN_CTAS", geometry.min_ctas), ("STAGES", geometry.stages),
     )  # fmt: skip
-    splits = geometry.int_splits + geometry.win_splits
-    stats = partial[lengths.shape[0] * heads * geometry.row_tiles * splits * 8 * geometry.row_tiles_of_8 * d :]
+    stats = partial[lengths.shape[0] * heads * geometry.row_tiles * geometry.splits * 8 * geometry.row_tiles_of_8 * d :]
     params = _Params()
     values = (
-        q, k_codes, k_meta, v_codes, v_meta, k_win, v_win, page_table, window_table, query_start, lengths, k_unit,
-        v_unit, q_bias, sinks, v_back, v_mean, out, lse, partial, stats, arrived,
+        None if k_turn is not None else q, None if k_turn is None else q, k_turn, k_codes, k_meta, v_codes, v_meta,
+        k_win, v_win, page_table, window_table, query_start, lengths, k_unit, v_unit, q_bias, sinks, v_back, v_mean,
+        out, lse, partial, stats, arrived,
     )  # fmt: skip
     for name, tensor in zip(_POINTERS, values, strict=True):
         setattr(params, name, tensor.data_ptr() if tensor is not None else None)
+    params.q_stride = q.stride(0)
     params.page_stride, params.head_stride = page_stride, head_stride
     params.win_page_stride, params.win_head_stride, params.win_token_stride = k_win.stride()[:3]
     params.page_cols, params.window_cols = page_table.stride(0), window_table.stride(0)
     params.heads, params.ratio = heads, query_heads // heads
     params.sink, params.recent, params.sliding = sink, recent, sliding_window or 0
-    params.int_splits, params.win_splits = geometry.int_splits, geometry.win_splits
+    params.splits, params.thin = geometry.splits, geometry.thin
     params.scale, params.softcap = scale, softcap or 0.0
-    grid = (splits, heads * geometry.row_tiles, lengths.shape[0])
+    grid = (geometry.splits, heads * geometry.row_tiles, lengths.shape[0])
     _kernel(defines, q.device).launch(grid, 32 * _WARPS, params)

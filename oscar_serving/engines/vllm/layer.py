@@ -48,6 +48,8 @@ class CachedLayer:
             owner.register_buffer(f"oscar_{name}", value.contiguous().clone(), persistent=False)
         back = transform.v_rotation.mT.contiguous().to(torch.get_default_device(), torch.bfloat16)
         owner.register_buffer("oscar_v_back", back, persistent=False)
+        turn = cuda_decode.turn_matrix(transform.k_rotation).to(torch.get_default_device())
+        owner.register_buffer("oscar_k_turn", turn, persistent=False)
         self._bound: tuple[int, int] = (0, 0)
         self.no_table = torch.empty(0, 1, dtype=torch.int32)
 
@@ -118,9 +120,11 @@ class CachedLayer:
         rotated = scratch.rotated[: q.numel()].view(q.shape)
         needs_bias = self.has_k_mean and (self.spec.softcap is not None or self.sinks is not None)
         bias = scratch.bias[: q.shape[0] * q.shape[1]].view(q.shape[:2]) if needs_bias else None
-        triton_decode.rotate_query(
-            q, self._constant("k_rotation"), rotated, mean=self._constant("k_mean") if needs_bias else None, bias=bias
-        )
+        cuda = shape.kernel(q.device) == "cuda"
+        fused = cuda and not needs_bias and q.dtype == torch.bfloat16  # the kernel rotates the query itself
+        if not fused:
+            mean = self._constant("k_mean") if needs_bias else None
+            triton_decode.rotate_query(q, self._constant("k_rotation"), rotated, mean=mean, bias=bias)
         common: dict[str, Any] = {
             "geometry": plan, "out": out, "sink": config.sink, "recent": config.recent, "scale": self.spec.scale,
             "k_unit": self._constant("k_unit"), "v_unit": self._constant("v_unit"), "q_bias": bias,
@@ -130,11 +134,11 @@ class CachedLayer:
         table = step.block_table[:requests]
         window_table = window_table[:requests]
         query_start, lengths = step.query_start[: requests + 1], step.lengths[:requests]
-        if shape.kernel(q.device) == "cuda":
+        if cuda:
             cuda_decode.decode(
-                rotated, self.sections, (self.windows[:, 0], self.windows[:, 1]), table, window_table,
+                q if fused else rotated, self.sections, (self.windows[:, 0], self.windows[:, 1]), table, window_table,
                 query_start, lengths, partial=scratch.partial, arrived=scratch.arrived,
-                v_back=self._constant("v_back"), **common,
+                v_back=self._constant("v_back"), k_turn=self._constant("k_turn") if fused else None, **common,
             )  # fmt: skip
         else:
             triton_decode.decode(
