@@ -64,6 +64,7 @@ class Engine:
         self.model_id = options.model_id or model_id
         self.tokenizer = tokenizer
         self.artifact = artifact
+        self.loaded = loaded
         self.max_model_len = loaded.max_model_len
         self.vocab_size = loaded.vocab_size
         self.device: torch.device = loaded.model.device

@@ -65,10 +65,10 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto`` → bfloat16, but float32 on a CPU without bfloat16 instructions."""
+    """``auto`` → bfloat16, but float32 on a CPU without bfloat16 arithmetic."""
     if dtype != "auto":
         return getattr(torch, dtype)
-    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if device.type == "cpu" and not any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name):
         return torch.float32
     return torch.bfloat16
 

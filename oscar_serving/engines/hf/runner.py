@@ -26,6 +26,7 @@ class Runner:
         self._raw_prefill = raw_prefill
         self._step = StepTables()
         self.caches = tuple(caches)
+        self._first = loaded.layers[0].module
         for layer, cache in zip(loaded.layers, caches, strict=True):
             layer.module.oscar_layer = AttachedLayer(cache, backend, self._step)  # type: ignore[assignment]
 
@@ -45,6 +46,8 @@ class Runner:
         Tensor
             Logits ``[len(rows), vocab]`` in the model's type.
         """
+        if self._first.oscar_layer.step is not self._step:  # type: ignore[union-attr]
+            raise RuntimeError("another engine has taken over this model; load the model once for each engine")
         tokens: list[int] = []
         positions: list[Tensor] = []
         for chunk in chunks:

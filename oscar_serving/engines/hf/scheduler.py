@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from oscar_serving.attention.torch_backend import QUERY_BLOCK
 from oscar_serving.cache.pool import CachePool
 from oscar_serving.engines.hf.sequence import Sequence
 
@@ -27,6 +28,17 @@ class Chunk:
     def samples(self) -> bool:
         """Whether the chunk reaches the last token, so that the next one can be sampled."""
         return self.start + self.count == len(self.sequence.tokens)
+
+
+def _cut(sequence: Sequence, budget: int) -> int:
+    """Tokens of the next chunk. A long one that does not reach the end is cut where a block of queries ends.
+
+    The arithmetic of a query is then bit for bit the same whatever the size of the chunks.
+    """
+    count = min(sequence.remaining, budget)
+    if count < QUERY_BLOCK or count == sequence.remaining:
+        return count
+    return count - (sequence.computed + count) % QUERY_BLOCK
 
 
 class Scheduler:
@@ -76,7 +88,7 @@ class Scheduler:
             for sequence in list(self.running):
                 if sequence not in self.running or (sequence.remaining == 1) != decoding or not budget:
                     continue
-                count = min(sequence.remaining, budget)
+                count = _cut(sequence, budget)
                 while not self._pool.reserve(sequence.request_id, count):
                     preempted = True
                     victim = self.running[-1]
@@ -101,7 +113,7 @@ class Scheduler:
         # Positions that come from the prefix cache have no logits, so a prompt to be scored takes no hit.
         tokens = sequence.tokens[:1] if sequence.scores_prompt else sequence.tokens
         sequence.computed = self._pool.admit(sequence.request_id, tokens)
-        count = min(sequence.remaining, budget)
+        count = _cut(sequence, budget)
         if not self._pool.reserve(sequence.request_id, count):
             self._pool.preempt(sequence.request_id)
             sequence.computed = 0
