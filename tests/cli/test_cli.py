@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from oscar_serving.cli_commands.sizes import format_size, parse_size
 from oscar_serving.engines.hf import EngineOptions
 from oscar_serving.server import ServerSettings
 
+ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(info.name for info in app.registered_commands if info.name)
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "fastapi", "safetensors", "matplotlib")
 
@@ -35,6 +38,16 @@ def test_help_of_every_command(command: tuple[str, ...]) -> None:
     result = oscar(*command, "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.output
+
+
+def test_every_command_and_option_is_documented() -> None:
+    sections = dict(part.split("\n", 1) for part in (ROOT / "docs" / "cli.md").read_text().split("\n## ")[1:])
+    assert set(sections) == {*COMMANDS, "models"}
+    for command in COMMANDS:
+        options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", oscar(command, "--help").output)) - {"--help"}
+        missing = [option for option in options if f"`{option}" not in sections[command]]
+        missing = [option for option in missing if f"{option} " not in sections[command]]
+        assert not missing, command
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
@@ -69,9 +82,7 @@ def test_version() -> None:
         (("--unknown",), "--unknown"),
     ],
 )
-def test_bad_options_of_serve_are_refused_before_anything_is_loaded(
-    options: tuple[str, ...], names: str
-) -> None:
+def test_bad_options_of_serve_are_refused_before_anything_is_loaded(options: tuple[str, ...], names: str) -> None:
     result = oscar("serve", "smollm2", *options)
     assert result.exit_code == 2
     assert names in result.output
@@ -160,9 +171,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "2XiB", "-2GiB", "1e3", "0.1B", "nan", "9" * 50, "2 G i B", "٢GiB"]
-)
+@pytest.mark.parametrize("text", ["", "GiB", "2XiB", "-2GiB", "1e3", "0.1B", "nan", "9" * 50, "2 G i B", "٢GiB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="not a size"):
         parse_size(text)
