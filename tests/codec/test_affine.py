@@ -241,6 +241,10 @@ class TestLloydMax:
             centroid = (density[i] - density[i + 1]) / (mass[i + 1] - mass[i])
             assert level == pytest.approx(centroid, abs=2e-3)
 
+    def test_scale_and_minimum_are_deviation_and_mean(self) -> None:
+        meta = quantize(torch.tensor([2.0, 4.0] * 4), 2, 8, levels="lloyd_max").meta
+        assert meta.tolist() == [[1.0, 3.0]]
+
     def test_thresholds(self) -> None:
         x = torch.tensor([-0.9825, -0.9805, -1e-3, 1e-3, 0.9805, 0.9825])
         pad = rows(4000)
