@@ -27,8 +27,7 @@ PACKAGES = {
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[zipfile.ZipFile, tarfile.TarFile]:
-    """Wheel and source archive, from a copy of what git tracks so that leftovers of the checkout cannot help.
-    """
+    """Wheel and source archive, from a copy of what git tracks so that leftovers of the checkout cannot help."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
     for name in filter(None, listing.stdout.split("\0")):
@@ -83,8 +82,7 @@ def test_source_archive_has_what_the_tests_need(built: tuple[zipfile.ZipFile, ta
 def test_wheel_works_in_an_environment_of_its_own(
     built: tuple[zipfile.ZipFile, tarfile.TarFile], tmp_path: Path
 ) -> None:
-    """Requirements come from this environment by a path file; the checkout and its editable install do not.
-    """
+    """Requirements come from this environment by a path file; the checkout and its editable install do not."""
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
     site = Path(
