@@ -2,8 +2,8 @@
 
     python -m benchmarks.embedded_decode [--model smollm2] [--contexts 4096 8064] [--threads 2]
 
-The two take turns, token by token, so that what else the machine does slows both; the medians are compared. The baseline
-is the same model in BF16 with ``DynamicCache`` and SDPA, prefilled in the same chunks.
+The two take turns, token by token, so that what else the machine does slows both; the medians are compared. The
+baseline is the same model in BF16 with ``DynamicCache`` and SDPA, prefilled in the same chunks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def measure(path: Path, artifact: str, context: int, steps: int) -> list[dict[st
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(100, 40_000, (context,), generator=generator).tolist()
     ours, baseline = Ours(path, artifact, context + steps + WARM_STEPS + 1), Baseline(path)
-    prefill = [seconds(lambda: side.prefill(prompt)) for side in (ours, baseline)]
+    prefill = [seconds(partial(side.prefill, prompt)) for side in (ours, baseline)]
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(steps + WARM_STEPS):
         for side, spent in zip((ours, baseline), times, strict=True):

@@ -112,6 +112,19 @@ def test_without_a_seed_requests_differ_and_the_engines_seed_repeats_them() -> N
     assert texts(1) != first
 
 
+def test_the_same_prompt_many_times_is_computed_once() -> None:
+    prompt = prompt_of(200)
+    (alone,) = run(make_engine(), [prompt], temperature=1.0, seed=2, ignore_eos=True)
+    engine = make_engine(max_batched_tokens=150)
+    results = [submit(engine, str(i), prompt, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
+    finish(engine)
+    assert [result.last.cached_tokens for result in results] == [0, 192, 192, 192]
+    assert results[2].token_ids == alone.token_ids
+    different = [submit(engine, str(i), prompt_of(70, seed=i), max_tokens=1) for i in (5, 6)]
+    engine.step()
+    assert all(result.done for result in different)  # others do not wait
+
+
 def test_logprobs_of_prompt_and_output(engine: Engine) -> None:
     prompt = prompt_of(150)
     (result,) = run(engine, [prompt], max_tokens=5, logprobs=3, prompt_logprobs=2, ignore_eos=True, temperature=0.7)

@@ -78,6 +78,7 @@ class Engine:
             max_num_seqs=options.max_num_seqs,
             max_batched_tokens=options.max_batched_tokens,
             page_size=self.stores.config.page_size,
+            prefix_caching=options.prefix_caching,
         )
         self.core = EngineCore(self.stores, runner, scheduler, eos=self.eos_token_ids)
         self._decoding_tokenizer = copy.deepcopy(tokenizer)  # encoding in another thread may alter a tokenizer

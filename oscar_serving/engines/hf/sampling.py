@@ -80,14 +80,14 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[int | None]:
             tokens.append(None)
             continue
         if state.params.temperature > 0.0:
-            token = _draw(logits[row] - peak, state)
+            token = _draw(logits[row].cpu() - peak, state)
         state.record(token)
         tokens.append(token)
     return tokens
 
 
 def _draw(logits: Tensor, state: SamplerState) -> int:
-    """Draw from a row float32 ``[vocab]`` with maximum 0, by inverting the cumulative distribution."""
+    """Draw from a row float32 ``[vocab]`` on the CPU with maximum 0, by inverting the cumulative distribution."""
     params = state.params
     weight = torch.exp(logits.double() / params.temperature)  # relative to the most likely token
     ids: Tensor | None = None

@@ -50,11 +50,14 @@ class Scheduler:
     gets its turn.
     """
 
-    def __init__(self, pool: CachePool, *, max_num_seqs: int, max_batched_tokens: int, page_size: int) -> None:
+    def __init__(
+        self, pool: CachePool, *, max_num_seqs: int, max_batched_tokens: int, page_size: int, prefix_caching: bool
+    ) -> None:
         self._pool = pool
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
         self._page_size = page_size
+        self._prefix_caching = prefix_caching
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.preemptions = 0
@@ -100,6 +103,8 @@ class Scheduler:
                     chunks.append(Chunk(sequence, sequence.computed, count))
                     budget -= count
         while budget and self.waiting and len(self.running) < self._max_num_seqs and not preempted:
+            if self._prefix_is_coming(self.waiting[0]):
+                break
             chunk = self._admit(self.waiting[0], budget)
             if chunk is None:
                 break
@@ -124,6 +129,16 @@ class Scheduler:
         self.waiting.pop(0)
         self.running.append(sequence)
         return Chunk(sequence, sequence.computed, count)
+
+    def _prefix_is_coming(self, sequence: Sequence) -> bool:
+        """Whether a running request is computing most of this one's tokens just now: then it waits for a prefix hit."""
+        if not self._prefix_caching or sequence.scores_prompt:
+            return False
+        shared = max(QUERY_BLOCK, len(sequence.tokens) // 2)
+        return any(
+            other.remaining > 1 and other.tokens[:shared] == sequence.tokens[:shared] and len(sequence.tokens) > shared
+            for other in self.running
+        )
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether the request fits without preempting; admitted chunk by chunk it would only thrash."""
