@@ -102,7 +102,7 @@ class PageLayout:
         )
 
     def byte_views(self, pages: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The four sections of ``pages`` as uint8 ``[pages, heads, page_size, bytes a token]``, on devices without FP8 too."""
+        """The four sections of ``pages``, uint8 ``[pages, heads, page_size, bytes a token]``; needs no FP8 type."""
         if pages.dtype != torch.uint8 or pages.ndim != 3 or pages.shape[-1] != self.head_bytes or pages.stride(-1) != 1:
             raise ValueError(
                 f"pages must be uint8 [pages, heads, {self.head_bytes}] with contiguous bytes, "
