@@ -1,6 +1,6 @@
 """Evaluation texts from Debian packages: English prose of four domains, none of them calibrated on.
 
-``python -m benchmarks.texts FOLDER`` fetches the packages with apt (Debian or Ubuntu), and writes one UTF-8 text a package.
+``python -m benchmarks.texts FOLDER`` fetches the packages with apt (Debian or Ubuntu) and writes one UTF-8 text each.
 """
 
 from __future__ import annotations

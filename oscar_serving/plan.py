@@ -17,7 +17,7 @@ from oscar_serving.attention.base import EVERY_POSITION
 from oscar_serving.cache.rule import window_pages
 from oscar_serving.calibration.architecture import Architecture
 from oscar_serving.codec import PageLayout
-from oscar_serving.config import ConfigError, OscarConfig
+from oscar_serving.config import OscarConfig
 
 #: How layers with a sliding window are stored. ``same``: like the others, as the embedded engine does. ``bounded``:
 #: unquantized, and only what can still be seen, as vLLM does.

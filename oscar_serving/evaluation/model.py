@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oscar_serving.calibration.architecture import Architecture
 from oscar_serving.calibration.capture import LayerCall, capturing
 from oscar_serving.evaluation.attention import Tiers, rule_attention
 from oscar_serving.evaluation.storage import Storage
@@ -133,6 +135,14 @@ class EvaluatedModel:
         """Longest sequence that the model was made for."""
         limit = getattr(self._text, "max_position_embeddings", None)
         return int(limit) if limit else None
+
+    @property
+    def identity(self) -> str:
+        """Tells the model and its computing type apart from others: name, architecture, and a few of its weights."""
+        digest = hashlib.sha256(repr(Architecture.of(self.config)).encode())
+        for weight in (self._head.weight[:8], next(self._decoder.layers[0].parameters())):
+            digest.update(weight.detach().float().cpu().contiguous().numpy().tobytes())
+        return f"{self.name} {self.model.dtype} {digest.hexdigest()[:16]}"
 
     @property
     def vocab_size(self) -> int:

@@ -91,7 +91,7 @@ def _overall(configuration: dict[str, Any]) -> tuple[str, ...]:
         _estimate(overall["top1"], 100, ".2f"),
         f"{overall['perplexity']:.3f}",
         _estimate(overall["perplexity_change"], 100, "+.2f"),
-        f"{configuration['tokens_per_second']:.0f}",
+        "–" if configuration["tokens_per_second"] is None else f"{configuration['tokens_per_second']:.0f}",
     )
 
 

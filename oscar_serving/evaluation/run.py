@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,16 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oscar_serving.calibration import texts as calibration
 from oscar_serving.calibration.texts import Source
+from oscar_serving.config import OscarConfig
 from oscar_serving.evaluation import texts as evaluation_texts
 from oscar_serving.evaluation.configuration import Configuration
 from oscar_serving.evaluation.fidelity import TokenFidelity, buckets, compare, concatenate, summarize
+from oscar_serving.evaluation.grid import AXES, Grid
 from oscar_serving.evaluation.model import EvaluatedModel, EvaluationError
+from oscar_serving.evaluation.state import EvaluationState
 from oscar_serving.evaluation.storage import ExactStorage
 from oscar_serving.version import __version__
 
 #: Float32 logits that exist at a time, per model.
 _LOGIT_ELEMENTS = 1 << 25
+_REFERENCE = ExactStorage(torch.float32)
 
 Progress = Callable[[str, int, int], None]
 
@@ -39,7 +45,7 @@ class Result:
     configuration: Configuration
     overall: dict[str, Any]
     by_context: dict[str, dict[str, Any]]
-    tokens_per_second: float
+    tokens_per_second: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -62,7 +68,7 @@ class Report:
     sources: list[Source]
     sequences: int
     tokens: int
-    reference_tokens_per_second: float
+    reference_tokens_per_second: float | None
     dtype: str
     device: str
     date: str
@@ -106,6 +112,7 @@ def evaluate(
     *,
     sequences: int = 16,
     tokens: int = 2048,
+    state: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Compare each configuration with the unquantized cache, token by token.
@@ -126,6 +133,9 @@ def evaluate(
         Folder for ``evaluation.json``, the plots and ``report.html``; ``None`` writes nothing.
     sequences, tokens
         How many sequences, of how many tokens.
+    state
+        Folder in which results are kept as they come, by content: an interrupted run goes on where it was, and a later
+        one with more configurations computes only those.
     progress
         Told ``(what, done, of)`` after each forward pass.
     """
@@ -139,22 +149,31 @@ def evaluate(
     found, sources = evaluation_texts.sequences(
         judged.tokenizer, pairs or evaluation_texts.read_texts([]), count=sequences, tokens=tokens
     )
-    storages = [ExactStorage(torch.float32), *(c.storage for c in configurations)]
-    seconds = [0.0] * len(storages)
+    kept = None if state is None else EvaluationState(Path(state), judged.identity)
+    clock = _Clock(len(configurations))
     fidelity: list[list[TokenFidelity]] = [[] for _ in configurations]
-    total = len(found) * len(storages)
     for index, sequence in enumerate(found):
+        before = [kept.load(sequence, c.storage.describe()) if kept else None for c in configurations]
+        missing = [c for c, one in zip(configurations, before, strict=True) if one is None]
         hidden = []
-        for at, storage in enumerate(storages):
-            begin = time.perf_counter()
-            hidden.append(judged.sequence_hidden(sequence[:-1], storage))
-            seconds[at] += time.perf_counter() - begin
+        for at, storage in enumerate([_REFERENCE, *(c.storage for c in missing)] if missing else []):
+            with clock.timing(None if at == 0 else names.index(missing[at - 1].name), tokens):
+                hidden.append(judged.sequence_hidden(sequence[:-1], storage))
             if progress is not None:
-                name = ["reference", *names][at]
-                progress(f"sequence {index + 1}, {name}", index * len(storages) + at + 1, total)
-        for target, value in zip(fidelity, _fidelity(judged, hidden, sequence[1:]), strict=True):
-            target.append(value)
-    speed = [len(found) * tokens / s for s in seconds]
+                name = missing[at - 1].name if at else "reference"
+                progress(f"sequence {index + 1}, {name}", index * (len(names) + 1) + at, len(found) * (len(names) + 1))
+        computed = iter(_fidelity(judged, hidden, sequence[1:]) if missing else [])
+        for at, (configuration, one) in enumerate(zip(configurations, before, strict=True)):
+            if one is None:
+                value = next(computed)
+                if kept is not None:
+                    kept.save(sequence, configuration.storage.describe(), value, clock.last[at])
+            else:
+                value = one[0]
+                clock.add(at, one[1], tokens)
+            fidelity[at].append(value)
+        if progress is not None:
+            progress(f"sequence {index + 1}", (index + 1) * (len(names) + 1), len(found) * (len(names) + 1))
     report = Report(
         judged.name,
         [
@@ -162,14 +181,14 @@ def evaluate(
                 configuration,
                 summarize(values),
                 {f"{a + 1}-{b}": summarize(values, a, b) for a, b in buckets(tokens)},
-                speed[at + 1],
+                clock.speed(at),
             )
             for at, (configuration, values) in enumerate(zip(configurations, fidelity, strict=True))
         ],
         sources,
         len(found),
         tokens,
-        speed[0],
+        clock.speed(None),
         str(judged.model.dtype).removeprefix("torch."),
         str(judged.device),
         datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -178,6 +197,76 @@ def evaluate(
     if out is not None:
         write(report, Path(out))
     return report
+
+
+def evaluate_grid(
+    model: EvaluatedModel | Path | str,
+    texts: Sequence[Path | str | tuple[str, str]] = (),
+    out: Path | str | None = None,
+    *,
+    axes: Sequence[str] = AXES,
+    calibration_texts: Sequence[Path | str] = (),
+    calibration_tokens: int = 16384,
+    config: OscarConfig | None = None,
+    sequences: int = 4,
+    tokens: int = 2048,
+    state: Path | str | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Calibrate and evaluate the variants of :mod:`oscar_serving.evaluation.grid`.
+
+    Parameters
+    ----------
+    axes
+        Which things to vary.
+    calibration_texts
+        UTF-8 files; without any, docstrings of Python's standard library, as ``oscar calibrate`` does. A quarter as
+        many tokens again are held out to choose on.
+    config
+        Layout and windows around which to vary.
+
+    The other parameters are those of :func:`evaluate`.
+    """
+    judged = model if isinstance(model, EvaluatedModel) else EvaluatedModel.load(model)
+    named = [(Path(path).name, calibration.file_text(Path(path))) for path in calibration_texts]
+    named = named or [("docstrings of Python's standard library", calibration.docstrings())]
+    length = min(2048, judged.max_length or 2048)
+    found, _ = calibration.sequences(judged.tokenizer, named, calibration_tokens * 5 // 4, length)
+    held_out = max(1, len(found) // 5)
+    if len(found) < 2:
+        raise EvaluationError("the calibration texts are too short: two sequences at least")
+    grid = Grid(judged, found[:-held_out], found[-held_out:], config, progress)
+    return evaluate(
+        judged, list(grid.configurations(axes)), texts, out,
+        sequences=sequences, tokens=tokens, state=state, progress=progress,
+    )  # fmt: skip
+
+
+class _Clock:
+    """Seconds and tokens of each configuration, and of the reference (``None``)."""
+
+    def __init__(self, configurations: int) -> None:
+        keys: list[int | None] = [None, *range(configurations)]
+        self._seconds: dict[int | None, float] = dict.fromkeys(keys, 0.0)
+        self._tokens: dict[int | None, int] = dict.fromkeys(keys, 0)
+        self.last: dict[int | None, float] = dict.fromkeys(keys, 0.0)
+
+    @contextmanager
+    def timing(self, key: int | None, tokens: int) -> Iterator[None]:
+        """Time the block."""
+        begin = time.perf_counter()
+        yield
+        self.add(key, time.perf_counter() - begin, tokens)
+
+    def add(self, key: int | None, seconds: float, tokens: int) -> None:
+        """Count one forward pass."""
+        self.last[key] = seconds
+        self._seconds[key] += seconds
+        self._tokens[key] += tokens
+
+    def speed(self, key: int | None) -> float | None:
+        """Tokens a second; ``None`` where nothing was computed."""
+        return self._tokens[key] / self._seconds[key] if self._seconds[key] else None
 
 
 def write(report: Report, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What each kind of KV cache gives back of the K and V that were written to it.
 
-A storage works token by token, so that a sequence may be written in pieces. All in model space:
-rotating a decoded key back and multiplying it with ``q`` is the same as multiplying the decoded one with a rotated ``q``.
+A storage works token by token, so that a sequence may be written in pieces. All is in model space: rotating a decoded
+key back and multiplying it with ``q`` is the same as multiplying the decoded one with a rotated ``q``.
 """
 
 from __future__ import annotations

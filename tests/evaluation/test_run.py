@@ -36,7 +36,7 @@ def test_evaluation_and_report(judged: EvaluatedModel, tmp_path: Path):
     assert report.result("exact").overall["top1"]["value"] == 1
     assert list(report.result("exact").by_context) == ["1-256", "257-300"]
     assert told[-1][1:] == (21, 21)
-    assert len(told) == 21
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
 
     content = json.loads((tmp_path / "evaluation.json").read_text())
     assert content["sequences"] == 3
@@ -57,6 +57,36 @@ def test_logits_in_chunks_give_the_same(judged: EvaluatedModel, monkeypatch: pyt
     monkeypatch.setattr("oscar_serving.evaluation.run._LOGIT_ELEMENTS", 257 * 7)
     parts = evaluate(judged, chosen, (), sequences=2, tokens=80).results[0].overall
     assert parts["kld_mean"]["value"] == pytest.approx(whole["kld_mean"]["value"], rel=1e-4)
+
+
+def test_an_interrupted_run_goes_on(judged: EvaluatedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first, second = (plain(n, judged.config, n, sink=4, recent=16) for n in ("hadamard", "none"))
+    computed: list[int] = []
+    real = EvaluatedModel.sequence_hidden
+
+    def counted(self, tokens, storage):
+        computed.append(id(storage))
+        if len(computed) == 4:
+            raise KeyboardInterrupt
+        return real(self, tokens, storage)
+
+    monkeypatch.setattr(EvaluatedModel, "sequence_hidden", counted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(judged, [first], (), sequences=2, tokens=80, state=tmp_path)
+    both = evaluate(judged, [first, second], (), sequences=2, tokens=80, state=tmp_path)
+    # 4 until the interruption, then the second configuration of one sequence and both of the other, and references.
+    assert computed.count(id(first.storage)) == 2 + 1  # the one that was interrupted
+    assert computed.count(id(second.storage)) == 2
+    monkeypatch.undo()
+    fresh = evaluate(judged, [first, second], (), sequences=2, tokens=80)
+    for a, b in zip(both.results, fresh.results, strict=True):
+        assert a.overall == b.overall
+        assert a.tokens_per_second
+    with monkeypatch.context() as patch:
+        patch.setattr(EvaluatedModel, "sequence_hidden", None)  # nothing is computed
+        assert evaluate(judged, [second], (), sequences=2, tokens=80, state=tmp_path).results[0].overall == (
+            fresh.results[1].overall
+        )
 
 
 def test_what_cannot_be_evaluated(judged: EvaluatedModel):
