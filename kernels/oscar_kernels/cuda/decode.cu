@@ -45,7 +45,7 @@ typedef unsigned long long u64;
 struct Params {
   const float* q;            // [T, Hq, D], cache space; null: q16 is rotated here
   const u16* q16;            // [T, Hq, D] bf16, model space
-  const u16* k_turn;         // [2, Hkv, D, D] bf16: R_K^T (row: cache channel) as the sum of two matrices
+  const u16* k_turn;         // [Hkv, D, D] fp16: R_K^T (row: cache channel)
   const u8 *k_codes, *k_meta, *v_codes, *v_meta;  // sections of the first page of the first head
   const u16 *k_win, *v_win;  // window store, K and V of the first page of the first head
   const int* page_table;     // [B, page_cols]
@@ -91,7 +91,8 @@ struct Params {
 
 __device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ float lg2(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-__device__ __forceinline__ float tanh_(float x) { float y; asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+// 1 - 2 / (1 + e^2x): absolute error 1e-7, where tanh.approx has 5e-4.
+__device__ __forceinline__ float tanh_(float x) { return 1.f - __fdividef(2.f, 1.f + ex2(2.f * 1.4426950408889634f * x)); }
 __device__ __forceinline__ u32 pack16(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 __device__ __forceinline__ u32 packb16(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 __device__ __forceinline__ float half_to_float(u32 h) { float f; asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(f) : "r"(h)); return f; }
@@ -539,33 +540,32 @@ __device__ __forceinline__ void attend_window(State& st, const float (*sh_q)[D],
   }
 }
 
-// Query rows (bf16 values held as float) to cache space, in place: q' = q R_K, a tensor-core product with R_K^T as A.
-__device__ __forceinline__ void rotate_rows(float (*sh_q)[D], const Params& p, int head) {
+// Query rows to cache space, in place: q' = q R_K, a tensor-core product with R_K^T as A. `top`: largest magnitude in the
+// rows; scaled by a power of two to below 2 they are exact in fp16, as bf16 has fewer bits.
+__device__ __forceinline__ void rotate_rows(float (*sh_q)[D], const Params& p, int head, float top) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   const int each = (MTILES + WARPS - 1) / WARPS;
+  const float back = __int_as_float(max(__float_as_int(top) & 0x7f800000, 0x01000000)), scale = 1.f / back;
   float turned[each][NT][4];
 #pragma unroll
   for (int m = 0; m < each; ++m) {
-    const int tile = warp + m * WARPS;
+    const int tile = min(warp + m * WARPS, MTILES - 1);
+    const u16* matrix = p.k_turn + (i64)head * D * D + (tile * 16 + row) * D + quad * 8;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int j = 0; j < 4; ++j) turned[m][n][j] = 0.f;
-    if (tile < MTILES)
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        const u16* matrix = p.k_turn + ((i64)part * p.heads + head) * D * D + (tile * 16 + row) * D + quad * 8;
+    for (int c = 0; c < D / 32; ++c) {
+      const uint4 lo = __ldg((const uint4*)(matrix + c * 32)), hi = __ldg((const uint4*)(matrix + 8 * D + c * 32));
 #pragma unroll
-        for (int c = 0; c < D / 32; ++c) {
-          const uint4 lo = __ldg((const uint4*)(matrix + c * 32)), hi = __ldg((const uint4*)(matrix + 8 * D + c * 32));
-#pragma unroll
-          for (int n = 0; n < NT; ++n) {
-            const float4 x = *(const float4*)(sh_q[n * 8 + row] + c * 32 + quad * 8), y = *(const float4*)(sh_q[n * 8 + row] + c * 32 + quad * 8 + 4);
-            mma_bf16(turned[m][n], lo.x, hi.x, lo.y, hi.y, packb16(x.x, x.y), packb16(x.z, x.w));
-            mma_bf16(turned[m][n], lo.z, hi.z, lo.w, hi.w, packb16(y.x, y.y), packb16(y.z, y.w));
-          }
-        }
+      for (int n = 0; n < NT; ++n) {
+        const float* q = sh_q[n * 8 + row] + c * 32 + quad * 8;
+        const float4 x = *(const float4*)q, y = *(const float4*)(q + 4);
+        mma_f16(turned[m][n], lo.x, hi.x, lo.y, hi.y, pack16(x.x * scale, x.y * scale), pack16(x.z * scale, x.w * scale));
+        mma_f16(turned[m][n], lo.z, hi.z, lo.w, hi.w, pack16(y.x * scale, y.y * scale), pack16(y.z * scale, y.w * scale));
       }
+    }
   }
   __syncthreads();
 #pragma unroll
@@ -574,8 +574,15 @@ __device__ __forceinline__ void rotate_rows(float (*sh_q)[D], const Params& p, i
     for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (warp + m * WARPS < MTILES) sh_q[n * 8 + 2 * quad + j % 2][(warp + m * WARPS) * 16 + row + j / 2 * 8] = turned[m][n][j];
+        if (warp + m * WARPS < MTILES)
+          sh_q[n * 8 + 2 * quad + j % 2][(warp + m * WARPS) * 16 + row + j / 2 * 8] = turned[m][n][j] * back;
   __syncthreads();
+}
+
+// The matrices of this head are on their way to L2 while the tables are read.
+__device__ __forceinline__ void prefetch_matrix(const u16* matrix, int head) {
+  const char* at = (const char*)(matrix + (i64)head * D * D);
+  for (int i = threadIdx.x; i < D * D * 2 / 128; i += 32 * WARPS) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + i * 128));
 }
 
 // Merge of the splits (unless this CTA did all), learned sinks, LSE, rotation back, output. `o`: the unnormalised rows
@@ -696,6 +703,8 @@ __device__ __forceinline__ void finish(const Params& p, float (*o)[D], float (*s
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(const __grid_constant__ Params p) {
   const int split = blockIdx.x, head = blockIdx.y % p.heads, row_tile = blockIdx.y / p.heads, request = blockIdx.z;
+  if (p.k_turn) prefetch_matrix(p.k_turn, head);
+  if (p.v_back && split == 0) prefetch_matrix(p.v_back, head);
   const int length = p.lengths[request];
   const int q0 = p.query_start[request], queries = p.query_start[request + 1] - q0;
   const int total_rows = queries * p.ratio, row0 = row_tile * ROWS;
@@ -711,6 +720,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
   u8* ring = shared + ROWS * D * 4 + warp * (STAGES * STAGE_BYTES);
   float(*sh_o)[ROWS][D] = (float(*)[ROWS][D])(shared + ROWS * D * 4);
   __shared__ float sh_m[WARPS][ROWS], sh_l[WARPS][ROWS];
+  __shared__ float sh_top[WARPS];
   __shared__ float2 sh_one[ROWS];  // maximum and sum when there is one split
   __shared__ int sh_last;
 
@@ -728,7 +738,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
   if (p.thin) {
     const int deep = blocks <= 2 * WARPS * p.thin ? 1 : blocks <= 8 * WARPS * p.thin ? 2 : MIN_CTAS;
     splits = min(p.splits, deep * p.thin);
-    windows = min(deep == 1 ? 4 : 1, splits - 1);
+    windows = min(deep == 1 ? (p.sink + p.recent + 16 * WARPS - 1) / (16 * WARPS) : 1, splits / 3);
   }
   if (split >= splits) return;
   const int int_splits = splits - windows;
@@ -752,10 +762,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
     commit();
   }
   // Query row r is query r / ratio, head r % ratio of the group.
+  float top = 0.f;
   for (int i = threadIdx.x; i < ROWS * D; i += 32 * WARPS) {
     int r = row0 + i / D;
     const i64 at = (q0 + r / p.ratio) * p.q_stride + (head * p.ratio + r % p.ratio) * D + i % D;
-    sh_q[i / D][i % D] = r >= total_rows ? 0.f : p.q ? p.q[at] : __int_as_float((u32)p.q16[at] << 16);
+    const float x = r >= total_rows ? 0.f : p.q ? p.q[at] : __int_as_float((u32)p.q16[at] << 16);
+    sh_q[i / D][i % D] = x;
+    top = fmaxf(top, fabsf(x));
   }
   const int part = windows ? split - int_splits : split, parts = windows ? windows : splits;
   bool whole = true;  // every window page that a row would read is there
@@ -763,8 +776,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
     for (int c = start / WPAGE + threadIdx.x; c <= (min(p.sink, length) - 1) / WPAGE; c += 32 * WARPS) whole &= window_table[c] != 0;
     for (int c = recent_lo / WPAGE + threadIdx.x; c <= last_pos / WPAGE; c += 32 * WARPS) whole &= window_table[c] != 0;
   }
+  for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  if (lane == 0) sh_top[warp] = top;
   whole = __syncthreads_and(whole);
-  if (!p.q) rotate_rows(sh_q, p, head);
+  if (!p.q) {
+    top = sh_top[0];
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) top = fmaxf(top, sh_top[w]);
+    rotate_rows(sh_q, p, head, top);
+  }
 
   Rows rows;
 #pragma unroll
