@@ -176,7 +176,7 @@ def rows(state: Path) -> Iterator[dict[str, Any]]:
 
 
 def fidelity_rows(name: str, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row a configuration of ours and metric, with everything else as baselines; and the comparison with the recipe."""
+    """One row a configuration of ours and metric, everything else as baselines; and the comparison with the recipe."""
     where = f"{report['model']}, {report['sequences']} sequences of {report['tokens']} tokens"
     values = {c["name"]: _metrics(c["overall"]) for c in report["configurations"]}
     bits = {c["name"]: c["bits_per_element"] for c in report["configurations"]}
