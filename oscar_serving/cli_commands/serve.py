@@ -109,11 +109,13 @@ def serve(
         threads=threads,
         model_id=names[0],
     )
+    folder = resolve_model(model)
     settings = ServerSettings(
         host=host,
         port=port,
         api_key=api_key,
         served_model_names=names,
+        model_root=str(folder.resolve()),
         chat_template=chat_template.read_text(encoding="utf-8") if chat_template else None,
         tool_parser=tool_parser,
         max_body_bytes=max_body_size,
@@ -122,7 +124,7 @@ def serve(
         log_format=log_format,
     )
     listener = bind(settings)
-    engine = Engine.load(resolve_model(model), options)
+    engine = Engine.load(folder, options)
     for line in start_lines(engine, options.kv_cache_dtype):
         typer.echo(line)
     run_server(engine, settings, listener, lambda url: typer.echo(f"ready      {url}/v1"))

@@ -110,7 +110,7 @@ def _cards(state: ServerState) -> list[ModelCard]:
             object="model",
             created=state.created,
             owned_by="oscar-serving",
-            root=state.engine.model_id,
+            root=state.settings.model_root or state.names[0],
             max_model_len=state.engine.max_model_len,
         )
         for name in state.names

@@ -20,6 +20,9 @@ class ServerSettings:
         Key that every request must carry; ``None`` asks for none.
     served_model_names
         Names that clients may ask for, the first one is reported; empty: the engine's own.
+    model_root
+        What ``/v1/models`` gives as ``root``: the folder from which benchmark clients load the tokenizer; ``None``:
+        the first served name.
     chat_template
         Jinja text in place of the tokenizer's own template.
     tool_parser
@@ -38,6 +41,7 @@ class ServerSettings:
     port: int = 8000
     api_key: str | None = None
     served_model_names: tuple[str, ...] = ()
+    model_root: str | None = None
     chat_template: str | None = None
     tool_parser: ToolParser = "auto"
     max_body_bytes: int = 32 << 20

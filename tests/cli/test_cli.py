@@ -118,7 +118,12 @@ def defaults(function: Callable[..., None]) -> dict[str, Any]:
         (EngineOptions, {"model_id": None}),
         (
             ServerSettings,
-            {"max_body_bytes": "max_body_size", "served_model_names": None, "body_timeout": None},
+            {
+                "max_body_bytes": "max_body_size",
+                "served_model_names": None,
+                "model_root": None,
+                "body_timeout": None,
+            },
         ),
     ],
 )

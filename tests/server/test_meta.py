@@ -18,7 +18,7 @@ def test_models(served: Served) -> None:
     [card] = listed["data"]
     assert listed["object"] == "list"
     assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", CONTEXT)
-    assert card["root"]
+    assert card["root"] == "tiny"
     assert served.client.get("/v1/models/tiny").json() == card
 
 

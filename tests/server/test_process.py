@@ -61,6 +61,8 @@ def test_start_lines_and_sigterm_under_load(model_folder: Path) -> None:
             assert word in start
         assert url.startswith("http://127.0.0.1:")
         assert httpx.get(f"{url}/health").status_code == 200
+        [card] = httpx.get(f"{url}/v1/models").json()["data"]
+        assert (card["id"], card["root"]) == ("tiny", str(model_folder.resolve()))
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 0}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
