@@ -32,8 +32,8 @@ class LayerCache:
         Sink and recent tokens, ``window_dtype`` ``[window pages, 2, heads, page_size, d]`` (K, V), in cache space
         (rotated, mean subtracted) like the INT2 store.
 
-    A cache whose ``pages`` has the null page alone has no INT2 tier (:meth:`allocate_plain`): page tables are ignored, and
-    every token needs a window page.
+    A cache whose ``pages`` has the null page alone has no INT2 tier (:meth:`allocate_plain`): page tables are ignored,
+    and every token needs a window page.
     """
 
     pages: Tensor
@@ -140,7 +140,10 @@ class BatchTables:
 
 
 class AttentionBackend(Protocol):
-    """A device's implementation of store and attend; held against :func:`~oscar_serving.attention.reference.reference_attention`."""
+    """A device's implementation of store and attend.
+
+    Held against :func:`~oscar_serving.attention.reference.reference_attention`.
+    """
 
     name: str
 

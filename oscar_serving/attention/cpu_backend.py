@@ -6,9 +6,9 @@ from dataclasses import fields
 from itertools import pairwise
 
 import torch
-from oscar_kernels.cpu import Batch, Kernels, Layer
 from torch import Tensor
 
+from oscar_kernels.cpu import Batch, Kernels, Layer
 from oscar_serving.attention.base import NULL_PAGE, BatchTables, LayerCache
 from oscar_serving.attention.torch_backend import attend_request, host_pages, reads_own
 
@@ -28,12 +28,12 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._kernels = Kernels()
+        self.kernels = Kernels()
 
     def store(self, layer: LayerCache, k: Tensor, v: Tensor, tables: BatchTables) -> None:
         """Write new ``k, v`` ``[T, heads, d]`` (model space) to both stores."""
         batch, _ = _batch(layer, tables)
-        self._kernels.store(_layer(layer), batch, _rows(k), _rows(v))
+        self.kernels.store(describe(layer), batch, _rows(k), _rows(v))
 
     def attend(self, layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, tables: BatchTables) -> Tensor:
         """Attend for ``q`` ``[T, query heads, d]``; see :class:`~oscar_serving.attention.base.AttentionBackend`."""
@@ -41,12 +41,15 @@ class CpuBackend:
         q = _rows(q)
         out = torch.empty(q.shape, dtype=q.dtype)
         if batch.request_count:
-            self._kernels.decode(_layer(layer), batch, q, out)
+            self.kernels.decode(describe(layer), batch, q, out)
         if chunks:
-            own = (self._kernels.rotate(_layer(layer), _rows(x), value=i == 1) for i, x in enumerate((k, v)))
-            inputs = q, k, v, *(own if reads_own(tables) else (k, v))
+            own_k, own_v = k, v
+            if reads_own(tables):
+                own_k = self.kernels.rotate(describe(layer), _rows(k), value=False)
+                own_v = self.kernels.rotate(describe(layer), _rows(v), value=True)
             for b, start, end in chunks:
-                out[start:end] = attend_request(layer, *(x[start:end] for x in inputs), tables, b)
+                rows = slice(start, end)
+                out[rows] = attend_request(layer, q[rows], k[rows], v[rows], own_k[rows], own_v[rows], tables, b)
         return out
 
 
@@ -57,7 +60,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _layer(layer: LayerCache) -> Layer:
+def describe(layer: LayerCache) -> Layer:
     """The kernels' description of ``layer``, made once."""
     described: Layer | None = layer.derived.get("cpu")
     if described is None:

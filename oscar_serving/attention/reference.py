@@ -24,7 +24,7 @@ class Reference(NamedTuple):
 def stored(
     k: Tensor, v: Tensor, transform: LayerTransform, config: OscarConfig
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the two tiers hold of ``k, v`` ``[tokens, heads, d]``, read back: INT2 K, INT2 V, window K, window V (float64)."""
+    """INT2 K, INT2 V, window K, window V of ``k, v`` ``[tokens, heads, d]``: what the tiers hold, read back in float64."""
     group = k.shape[-1] // config.groups(k.shape[-1])
     tiers: list[Tensor] = []
     for x, bits, shrink, unit in (
@@ -58,7 +58,8 @@ def reference_attention(
     k, v
         ``[tokens, KV heads, d]``, model space.
     chunk_start
-        Mode ``raw``: keys at or after this position are read as given, neither rotated nor rounded. ``None``: mode ``rule``.
+        Mode ``raw``: keys at or after this position are read as given, neither rotated nor rounded. ``None``: mode
+        ``rule``.
     window_present
         bool ``[tokens]``: where the window store still has the token; elsewhere INT2 is read (a soft prefix hit).
     sink_logits
@@ -70,8 +71,9 @@ def reference_attention(
     k_int, v_int, k_win, v_win = (t.repeat_interleave(ratio, 1) for t in stored(k, v, transform, config))
     k_raw, v_raw = (t.double().repeat_interleave(ratio, 1) for t in (k, v))
     q_raw = q.double()
-    q_rot = torch.einsum("thgd,hde->thge", q_raw.unflatten(1, (heads, -1)), transform.k_rotation.double()).flatten(1, 2)
-    bias = torch.einsum("thgd,hd->thg", q_raw.unflatten(1, (heads, -1)), transform.k_mean.double()).flatten(1, 2)
+    q_grouped = q_raw.reshape(queries, heads, ratio, -1)
+    q_rot = torch.einsum("thgd,hde->thge", q_grouped, transform.k_rotation.double()).flatten(1, 2)
+    bias = torch.einsum("thgd,hd->thg", q_grouped, transform.k_mean.double()).flatten(1, 2)
 
     key = torch.arange(tokens)[None, :]
     query = torch.arange(tokens - queries, tokens)[:, None]

@@ -6,8 +6,8 @@ import functools
 import logging
 
 import torch
-from oscar_kernels.cpu import BuildError
 
+from oscar_kernels.cpu import BuildError
 from oscar_serving.attention.base import AttentionBackend
 from oscar_serving.attention.cpu_backend import CpuBackend
 from oscar_serving.attention.torch_backend import TorchBackend

@@ -26,7 +26,7 @@ def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class Tier(NamedTuple):
-    """Keys and values float32 ``[heads, tokens, d]``, and which of them a query reads: bool ``[queries, 1, tokens]`` or all."""
+    """Keys and values float32 ``[heads, tokens, d]``, and which a query reads: bool ``[queries, 1, tokens]`` or all."""
 
     k: Tensor
     v: Tensor
@@ -128,7 +128,8 @@ class KeyTile:
             (k_codes, k_meta, layout.config.k_bits, layer.transform.k_unit),
             (v_codes, v_meta, layout.config.v_bits, layer.transform.v_unit),
         ):
-            value = _meta(meta, layout.meta_dtype).unflatten(-1, (layout.groups, 2))
+            value = _meta(meta, layout.meta_dtype)
+            value = value.view(*value.shape[:-1], layout.groups, 2)
             result.append(dequantize(unpack(codes, bits), value, unit=unit[:, None], bits=bits))
         return result[0], result[1]
 
@@ -185,8 +186,10 @@ class OnlineSoftmax:
         """Queries ``q0 … q1`` read the keys from ``start`` on, each from the tier that selects it."""
         spec, rows = self._spec, slice(q0 - self._first, q1 - self._first)
         q = self.q[:, rows].flatten(1, 2)
-        scores = [(q @ tier.k.mT).unflatten(1, (q1 - q0, -1)) for tier in tiers]
-        score = scores[0] if len(tiers) == 1 else torch.where(tiers[0].select, *scores)
+        shape = (q.shape[0], q1 - q0, -1)
+        scores = [(q @ tier.k.mT).view(*shape, tier.k.shape[1]) for tier in tiers]
+        select = tiers[0].select
+        score = scores[0] if select is None else torch.where(select, scores[0], scores[1])
         if bias is not None:
             score = score + bias[:, rows, :, None]
         score = score * spec.scale
@@ -209,5 +212,5 @@ class OnlineSoftmax:
         output = self.output[:, rows] * keep.unsqueeze(-1)
         for tier in tiers:
             weight = p if tier.select is None else p * tier.select
-            output += (weight.flatten(1, 2) @ tier.v).unflatten(1, score.shape[1:3])
+            output += (weight.flatten(1, 2) @ tier.v).view(output.shape)
         self.output[:, rows] = output

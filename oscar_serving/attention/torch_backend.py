@@ -32,8 +32,8 @@ class TorchBackend:
         k, v = layer.transform.rotate_k(k), layer.transform.rotate_v(v)
         quantized, window = _slots(tables, layer.layout.config.page_size)
         if not layer.windows_only:
-            packed = _packed(layer, k[quantized.rows], v[quantized.rows])
-            for view, section in zip(layer.layout.byte_views(layer.pages), packed, strict=True):
+            sections = packed(layer, k[quantized.rows], v[quantized.rows])
+            for view, section in zip(layer.layout.byte_views(layer.pages), sections, strict=True):
                 view[quantized.page, :, quantized.slot] = section
         for kv, x in enumerate((k, v)):
             layer.windows[window.page, kv, :, window.slot] = x[window.rows].to(layer.windows.dtype)
@@ -45,15 +45,16 @@ class TorchBackend:
         out = torch.empty_like(q)
         for b, (start, end) in enumerate(pairwise(tables.host[0])):
             if start < end:
-                parts = (x[start:end] for x in (q, k, v, *own))
-                out[start:end] = attend_request(layer, *parts, tables, b)
+                rows = slice(start, end)
+                out[rows] = attend_request(layer, q[rows], k[rows], v[rows], own[0][rows], own[1][rows], tables, b)
         return out
 
 
 def reads_own(tables: BatchTables) -> bool:
     """Whether any request reads new tokens by the position rule, not raw."""
     starts, lengths, raw_starts = tables.host
-    return any(raw > length - (end - start) for (start, end), length, raw in zip(pairwise(starts), lengths, raw_starts, strict=True))
+    steps = zip(pairwise(starts), lengths, raw_starts, strict=True)
+    return any(raw > length - (end - start) for (start, end), length, raw in steps)
 
 
 def attend_request(
@@ -61,21 +62,21 @@ def attend_request(
 ) -> Tensor:
     """Attend for the new tokens of request ``b`` alone.
 
-    ``q`` ``[n, query heads, d]`` and ``k, v`` ``[n, heads, d]`` in model space; ``own_k, own_v`` float32 the latter two as
-    the store rotates them (read only where the request reads new tokens by the position rule).
+    ``q`` ``[n, query heads, d]`` and ``k, v`` ``[n, heads, d]`` in model space; ``own_k, own_v`` float32 the latter two
+    as the store rotates them (read only where the request reads new tokens by the position rule).
     """
     transform, spec, config = layer.transform, layer.spec, layer.layout.config
     n, heads, length = q.shape[0], transform.heads, tables.host[1][b]
     first, raw_start = length - n, min(tables.host[2][b], length)
     if raw_start < first:
-        raise ValueError(f"chunk_start={raw_start}: keys before position {first} are not among the {n} tokens of this step")
+        raise ValueError(f"chunk_start={raw_start}: keys before position {first} are not among this step's {n} tokens")
     low = 0 if spec.sliding_window is None else max(0, first - spec.sliding_window + 1)
-    grouped = q.float().unflatten(1, (heads, -1))
+    grouped = q.float().reshape(n, heads, -1, q.shape[-1])
     # Without a softcap and without raw keys, q·k_mean is the same for every key and the softmax does not see it.
     biased = raw_start < length or spec.softcap is not None
     bias = torch.einsum("thgd,hd->htg", grouped, transform.k_mean) if biased else None
 
-    rotated = transform.rotate_q(q).unflatten(1, (heads, -1)).transpose(0, 1)
+    rotated = transform.rotate_q(q).view(grouped.shape).transpose(0, 1)
     softmax = OnlineSoftmax(rotated, first, spec, block=QUERY_BLOCK)
     own = slice(0, raw_start - first)
     own_k, own_v = (x[own].to(layer.windows.dtype) for x in (own_k, own_v))
@@ -129,7 +130,7 @@ def host_pages(tables: BatchTables) -> tuple[list[list[int]], list[list[int]]]:
     return tables.derived["pages"]
 
 
-def _packed(layer: LayerCache, k: Tensor, v: Tensor) -> list[Tensor]:
+def packed(layer: LayerCache, k: Tensor, v: Tensor) -> list[Tensor]:
     """The four sections' bytes, uint8 ``[tokens, heads, bytes]``, of rotated ``k, v`` ``[tokens, heads, d]``."""
     config, transform = layer.layout.config, layer.transform
     # Apple GPUs have no FP8 type; the CPU codec gives the same bytes.

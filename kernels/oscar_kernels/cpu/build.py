@@ -66,7 +66,7 @@ def cache_folder() -> Path:
 
 def _flags() -> tuple[str, ...]:
     target = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
-    return ("-std=c++17", "-O3", target, "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+    return ("-std=c++17", "-O3", target, "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared")
 
 
 def _openmp_flags() -> tuple[str, ...]:

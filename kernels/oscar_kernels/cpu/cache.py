@@ -91,7 +91,8 @@ class Layer(ctypes.Structure):
         for name, x in constants.items():
             shape = shapes.get(name[2:], (heads,))
             if x.dtype != torch.float32 or tuple(x.shape) != shape or x.device.type != "cpu":
-                raise ValueError(f"{name}: expected float32 {shape} on the CPU, got {x.dtype} {tuple(x.shape)} on {x.device}")
+                got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+                raise ValueError(f"{name}: expected float32 {shape} on the CPU, got {got}")
             constants[name] = x.contiguous()
         if pages.dtype != torch.uint8 or pages.shape[1:] != (heads, sum(section_bytes)) or pages.stride(2) != 1:
             raise ValueError(
@@ -169,8 +170,9 @@ class Kernels:
     def __init__(self) -> None:
         store, decode = load("store"), load("decode")
         store.oscar_layer_bytes.restype = ctypes.c_int64
-        if store.oscar_layer_bytes() != ctypes.sizeof(Layer):
-            raise BuildError(f"cache.h and cache.py disagree: {store.oscar_layer_bytes()} and {ctypes.sizeof(Layer)} bytes")
+        size = store.oscar_layer_bytes()
+        if size != ctypes.sizeof(Layer):
+            raise BuildError(f"Layer has {size} bytes in cache.h and {ctypes.sizeof(Layer)} in cache.py")
         self._store, self._rotate, self._decode = store.oscar_store, store.oscar_rotate, decode.oscar_decode
         for function in (self._store, self._rotate, self._decode):
             function.restype = None
@@ -187,7 +189,7 @@ class Kernels:
         return out
 
     def decode(self, layer: Layer, batch: Batch, q: Tensor, out: Tensor) -> None:
-        """Attend for the batch's chosen requests: ``q`` ``[T, query heads, d]`` in model space; writes their rows of ``out``."""
+        """Attend for the batch's chosen requests: ``q`` ``[T, query heads, d]`` in model space; fills their rows."""
         self._decode(_ref(layer), _ref(batch), _ref(rows(q)), _ref(rows(out)), torch.get_num_threads())
 
 
