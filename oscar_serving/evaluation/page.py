@@ -39,14 +39,11 @@ def html(report: dict[str, Any], images: dict[str, bytes]) -> str:
     meta = report["meta"]
     versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
     parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{model}: quality of the cache</title>",
-        f"<meta name=viewport content='width=device-width'><style>{_STYLE}</style>",
-        f"<h1>{model}: quality of the KV cache</h1>",
         f"<p class=note>{report['sequences']} sequences of {report['tokens']} tokens, against the "
         f"{escape(report['reference'])}. Every query reads its history as decoded, under the position rule. "
         "± is the standard error over sequences.</p>",
         "<h2>Overall</h2>",
-        _table(
+        table(
             ("cache", "bits", "KLD mean", "median", "99.9 %", "top-1 %", "perplexity", "change %", "tokens/s"),
             [_overall(c) for c in report["configurations"]],
         ),
@@ -57,11 +54,11 @@ def html(report: dict[str, Any], images: dict[str, bytes]) -> str:
         "<h2>By length of the context</h2>",
         _image("quality against context", images["context.png"]),
         "<h3>KL divergence, mean</h3>",
-        _table(("cache", *contexts), [_row(c, contexts, "kld_mean", 1, ".4g") for c in report["configurations"]]),
+        table(("cache", *contexts), [_row(c, contexts, "kld_mean", 1, ".4g") for c in report["configurations"]]),
         "<h3>Top-1 agreement, %</h3>",
-        _table(("cache", *contexts), [_row(c, contexts, "top1", 100, ".2f") for c in report["configurations"]]),
+        table(("cache", *contexts), [_row(c, contexts, "top1", 100, ".2f") for c in report["configurations"]]),
         "<h3>Change of perplexity, %</h3>",
-        _table(
+        table(
             ("cache", *contexts),
             [_row(c, contexts, "perplexity_change", 100, "+.2f") for c in report["configurations"]],
         ),
@@ -69,7 +66,7 @@ def html(report: dict[str, Any], images: dict[str, bytes]) -> str:
         f"<p>Texts: {sources}.<br>{escape(meta['date'])}, {escape(meta['device'])}, {escape(meta['dtype'])}, "
         f"{escape(versions)}.<br><code>{escape(meta['command'])}</code></p>",
         "<h3>Caches</h3>",
-        _table(
+        table(
             ("cache", "settings"),
             [
                 (escape(c["name"]), f"<code>{escape(', '.join(f'{k} {v}' for k, v in c['cache'].items()))}</code>")
@@ -77,7 +74,16 @@ def html(report: dict[str, Any], images: dict[str, bytes]) -> str:
             ],
         ),
     ]
-    return "\n".join(parts) + "</html>\n"
+    return document(f"{model}: quality of the KV cache", parts)
+
+
+def document(title: str, parts: list[str]) -> str:
+    """A whole page of HTML parts; ``title`` is HTML already."""
+    head = (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
+        f"<meta name=viewport content='width=device-width'><style>{_STYLE}</style><h1>{title}</h1>"
+    )
+    return "\n".join([head, *parts]) + "</html>\n"
 
 
 def _overall(configuration: dict[str, Any]) -> tuple[str, ...]:
@@ -107,7 +113,7 @@ def _estimate(value: dict[str, float | None], factor: float, form: str) -> str:
     return f"{mean * factor:{form}}{spread}"
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """Cells are HTML already, the head is text."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
