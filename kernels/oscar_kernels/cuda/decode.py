@@ -123,7 +123,7 @@ def turn_matrix(rotation: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel(defines: tuple[tuple[str, int], ...], device: torch.device) -> Kernel:
-    return Kernel((Path(__file__).parent / "decode.cu").read_text(), "oscar_decode", dict(defines), device)
+    return Kernel(Path(__file__).with_name("decode.cu"), "oscar_decode", dict(defines), device)
 
 
 def decode(

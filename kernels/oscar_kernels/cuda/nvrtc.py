@@ -59,17 +59,22 @@ def cache_dir() -> Path:
     return Path(root) / "kernels"
 
 
-def compile_cubin(source: str, options: tuple[str, ...]) -> bytes:
-    """Machine code of ``source``, from the disk cache if source, options and NVRTC are those of an earlier call."""
+def compile_cubin(source: str, headers: dict[str, str], options: tuple[str, ...]) -> bytes:
+    """Machine code of ``source`` and the ``headers`` it includes; the disk cache keeps it for the same NVRTC."""
     nvrtc = _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[:24]
+    key = hashlib.sha256(
+        "\0".join([source, *headers, *headers.values(), *options, f"{major.value}.{minor.value}"]).encode()
+    ).hexdigest()[:24]
     path = cache_dir() / f"{key}.cubin"
     if path.exists():
         return path.read_bytes()
     program = ctypes.c_void_p()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"oscar.cu", 0, None, None)
+    texts, names = (
+        (ctypes.c_char_p * len(headers))(*[x.encode() for x in group]) for group in (headers.values(), headers)
+    )
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"oscar.cu", len(headers), texts, names)
     try:
         flags = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
         failed = nvrtc.nvrtcCompileProgram(program, len(options), flags)
@@ -93,13 +98,14 @@ def compile_cubin(source: str, options: tuple[str, ...]) -> bytes:
 
 
 class Kernel:
-    """One compiled kernel that takes a single parameter struct."""
+    """One compiled kernel of a ``.cu`` file, and the ``.cuh`` files beside it, that takes a single parameter struct."""
 
-    def __init__(self, source: str, name: str, defines: dict[str, int], device: torch.device) -> None:
+    def __init__(self, path: Path, name: str, defines: dict[str, int], device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         macros = (f"-D{k}={v}" for k, v in defines.items())
         options = (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *macros)
-        code = compile_cubin(source, options)
+        headers = {p.name: p.read_text() for p in sorted(path.parent.glob("*.cuh"))}
+        code = compile_cubin(path.read_text(), headers, options)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes PyTorch's context current
             module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
