@@ -24,7 +24,7 @@ class Reference(NamedTuple):
 def stored(
     k: Tensor, v: Tensor, transform: LayerTransform, config: OscarConfig
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """INT2 K, INT2 V, window K, window V of ``k, v`` ``[tokens, heads, d]``: what the tiers hold, read back in float64."""
+    """INT2 K, INT2 V, window K, window V of ``k, v`` ``[tokens, heads, d]``: what the tiers hold (float64)."""
     group = k.shape[-1] // config.groups(k.shape[-1])
     tiers: list[Tensor] = []
     for x, bits, shrink, unit in (
