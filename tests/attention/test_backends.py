@@ -65,7 +65,7 @@ def chunks_of(draw: st.DrawFn, length: int) -> list[int]:
 
 
 @each_backend
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(case=cases(), data=st.data())
 def test_ragged_batches_equal_the_reference(backend: AttentionBackend, case: Case, data: st.DataObject) -> None:
     """Requests of different length prefilled and decoded together, window pages freed as the pool would."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import subprocess
 import sys
 import threading
@@ -120,6 +121,31 @@ def test_threads_do_not_change_the_bits() -> None:
         command = [sys.executable, "-c", PROGRAM, *arguments]
         digests.add(subprocess.run(command, capture_output=True, text=True, cwd=root, check=True).stdout)
     assert len(digests) == 1
+
+
+INSTRUCTION_SETS = [("-march=x86-64",), ("-march=x86-64", "-U__FLT16_MANT_DIG__"), ("-march=x86-64-v3",)]
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the flags are those of x86")
+@pytest.mark.parametrize("flags", INSTRUCTION_SETS, ids=lambda f: "".join(f))
+def test_other_instruction_sets(flags: tuple[str, ...], empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older processors, and compilers without a half-precision type: the same bytes, close outputs."""
+    configs = [
+        OscarConfig(sink=8, recent=20, page_size=16, window_dtype="float16"),
+        OscarConfig(sink=8, recent=20, page_size=16, scale_dtype="float8_e4m3", group_size=8, k_bits=4),
+    ]
+    for config in configs:
+        case = Case(config, AttentionSpec(0.1, softcap=20.0), 2, 3, 80)
+        native = World(case, [70])
+        expected = native.run(CpuBackend(), 0, [60, *[1] * 10])
+        with monkeypatch.context() as patch:
+            patch.setattr(build, "_flags", lambda: ("-std=c++17", "-O2", *flags, "-fopenmp-simd", "-fPIC", "-shared"))
+            build.load.cache_clear()
+            world = World(case, [70])
+            result = world.run(CpuBackend(), 0, [60, *[1] * 10])
+        build.load.cache_clear()
+        assert torch.equal(world.layer.pages, native.layer.pages)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_calls_from_several_threads() -> None:

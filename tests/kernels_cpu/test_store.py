@@ -33,7 +33,7 @@ def assert_same_bytes(case: Case, k: Tensor, v: Tensor) -> None:
     assert torch.equal(ours.windows.view(as_int), codec.windows.view(as_int))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     head_dim=st.sampled_from([16, 24, 40, 64, 80, 96, 128, 192, 256]),
     bits=st.tuples(st.sampled_from([2, 4]), st.sampled_from([2, 4])),

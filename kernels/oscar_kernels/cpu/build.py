@@ -17,7 +17,7 @@ import torch
 
 COMPILERS = ("c++", "g++", "clang++")
 HERE = Path(__file__).parent
-HEADERS = ("cache.h", "parallel.h", "vectors.h")
+HEADERS = ("cache.h", "mixes.h", "parallel.h", "pieces.h", "scores.h", "vectors.h")
 BUILD_SECONDS = 300
 #: Bytes of the cache must be those of the torch codec, so the store does not contract multiplications with additions.
 EXTRA_FLAGS = {"store": ("-ffp-contract=off",), "decode": ("-ffp-contract=fast",)}

@@ -14,237 +14,16 @@
 #include <vector>
 
 #include "cache.h"
+#include "mixes.h"
 #include "parallel.h"
-#include "vectors.h"
+#include "scores.h"
 
 namespace oscar {
 namespace {
 
 constexpr int kTile = 256;    // tokens whose scores are held at a time
 constexpr int kSplit = 1024;  // tokens of a unit of work
-constexpr int kRows = 4;      // query rows that share one pass over the codes
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-
-// Queries of one KV head of one request: row r is new token r / ratio, query head r % ratio of the group.
-struct Queries {
-  int rows, first, last;      // rows; position of the first and of the last new token
-  const float* q;             // [rows, d] rotated, times scale
-  const float* planes;        // [blocks of kRows, d, kRows] the same, divided by the place value of the channel's plane
-  const float* sums;          // [groups, rows] sums over the channels of a group
-  const float* bias;          // [rows] scale * q·k_mean
-};
-
-// A run of tokens of one page. Columns cover tokens begin … end (multiples of 16); tokens from … to are the ones wanted.
-struct Piece {
-  const uint8_t* page;
-  const char *k_window, *v_window;  // token 0 of the page
-  int64_t key;                      // position of token 0
-  int begin, end, from, to;
-  bool quantized, window;           // which tiers some query reads
-};
-
-// Buffers of a thread.
-struct Scratch {
-  std::vector<float> scores, other, weights, meta, row;
-  std::vector<uint8_t> bytes;
-  std::vector<Piece> pieces;
-};
-
-// scale and minimum of tokens begin … end as out[(2 g + i) * tokens + t]
-void load_meta(const Layer& layer, const Piece& piece, int kv, float unit, std::vector<float>& buffer, float* out) {
-  const int width = layer.groups * 2, tokens = piece.end - piece.begin;
-  const char* meta = reinterpret_cast<const char*>(piece.page + layer.section[2 * kv + 1]);
-  buffer.resize(size_t(tokens) * width);
-  float* values = buffer.data();
-  load_row(meta + int64_t(piece.begin) * width * type_bytes(layer.meta_type), tokens * width, layer.meta_type, values);
-  if (width == 2) {  // the stride is known to the compiler
-    for (int t = 0; t < tokens; ++t) {
-      out[t] = values[2 * t] * unit;
-      out[tokens + t] = values[2 * t + 1] * unit;
-    }
-    return;
-  }
-  for (int n = 0; n < width; ++n)
-    for (int t = 0; t < tokens; ++t) out[n * tokens + t] = values[int64_t(t) * width + n] * unit;
-}
-
-// Scores of R rows for 16 tokens: score[r][t] += s (q·c) + m Σq. Bytes lie transposed, [row bytes][16 tokens].
-template <int R>
-void score_block(const Layer& layer, const uint8_t* bytes, const float* planes, const float* sums, int sum_stride,
-                 const float* meta, int meta_stride, float* scores, int64_t stride) {
-  typedef typename Vec<kLanes>::f F;
-  constexpr int kParts = 16 / kLanes;
-  const int bits = layer.k_bits, row = layer.head_dim * bits / 8, group = layer.head_dim / layer.groups;
-  for (int part = 0; part < kParts; ++part) {
-    const uint8_t* lanes = bytes + part * kLanes;
-    F total[R] = {};
-    for (int g = 0; g < layer.groups; ++g) {
-      F even[R] = {}, odd[R] = {};
-      for (int c = g * group, end = c + group; c < end;) {
-        const int plane = c / row, stop = std::min(end, (plane + 1) * row);
-        const int32_t mask = ((1 << bits) - 1) << (plane * bits);
-        for (; c + 2 <= stop; c += 2) {
-          const uint8_t* p = lanes + (c - plane * row) * 16;
-          const F a = masked<kLanes>(widen<kLanes>(p), mask), b = masked<kLanes>(widen<kLanes>(p + 16), mask);
-          const float* q = planes + c * kRows;
-          for (int r = 0; r < R; ++r) {
-            even[r] += q[r] * a;
-            odd[r] += q[kRows + r] * b;
-          }
-        }
-        if (c < stop) {
-          const F a = masked<kLanes>(widen<kLanes>(lanes + (c - plane * row) * 16), mask);
-          for (int r = 0; r < R; ++r) even[r] += planes[c * kRows + r] * a;
-          ++c;
-        }
-      }
-      const F scale = load<F>(meta + 2 * g * meta_stride + part * kLanes);
-      const F minimum = load<F>(meta + (2 * g + 1) * meta_stride + part * kLanes);
-      for (int r = 0; r < R; ++r) total[r] += scale * (even[r] + odd[r]) + minimum * sums[g * sum_stride + r];
-    }
-    for (int r = 0; r < R; ++r) save(scores + r * stride + part * kLanes, total[r]);
-  }
-}
-
-void score_quantized(const Layer& layer, int head, const Queries& queries, const Piece& piece, float* scores,
-                     int64_t stride, Scratch& scratch) {
-  const int row = layer.head_dim * layer.k_bits / 8, tokens = piece.end - piece.begin;
-  scratch.row.resize(size_t(2 * layer.groups * tokens));
-  load_meta(layer, piece, 0, layer.k_unit[head], scratch.meta, scratch.row.data());
-  scratch.bytes.resize(size_t((row + 15) / 16 * 256));
-  const uint8_t* packed = piece.page + layer.section[0] + int64_t(piece.begin) * row;
-  for (int t = 0; t < tokens; t += 16) {
-    // The last 16 bytes of a row may reach into what follows it; the section is followed by its scales, so never past the page.
-    for (int j = 0; j < row; j += 16) transpose(packed + int64_t(t) * row + j, row, scratch.bytes.data() + 16 * j);
-    for (int r = 0; r < queries.rows; r += kRows) {
-      const float* planes = queries.planes + int64_t(r) * layer.head_dim;
-      auto run = [&](auto function) {
-        function(layer, scratch.bytes.data(), planes, queries.sums + r, queries.rows, scratch.row.data() + t, tokens,
-                 scores + r * stride + t, stride);
-      };
-      switch (std::min(kRows, queries.rows - r)) {
-        case 1: run(score_block<1>); break;
-        case 2: run(score_block<2>); break;
-        case 3: run(score_block<3>); break;
-        default: run(score_block<4>);
-      }
-    }
-  }
-}
-
-void score_window(const Layer& layer, const Queries& queries, const Piece& piece, float* scores, int64_t stride,
-                  Scratch& scratch) {
-  typedef Vec<8>::f F;
-  const int d = layer.head_dim;
-  scratch.row.resize(size_t(d));
-  for (int t = piece.from; t < piece.to; ++t) {
-    load_row(piece.k_window + t * layer.w_token_stride * type_bytes(layer.window_type), d, layer.window_type,
-             scratch.row.data());
-    for (int r = 0; r < queries.rows; ++r) {
-      const float* q = queries.q + int64_t(r) * d;
-      F sum = {};
-      for (int c = 0; c < d; c += 8) sum += load<F>(q + c) * load<F>(scratch.row.data() + c);
-      float total = 0.0f;
-      for (int n = 0; n < 8; ++n) total += sum[n];
-      scores[r * stride + t - piece.begin] = total;
-    }
-  }
-}
-
-// acc[r][c] += sum_t weights[g][r][t] * c_t[c] * 2**(bits p), for R rows and the W * planes channels of W byte columns.
-template <int W, int R, int P>
-void mix_columns(const uint8_t* packed, int row, int bits, int group, const float* weights, int64_t group_stride,
-                 int64_t stride, int tokens, int column, float* acc, int d) {
-  typedef typename Vec<W>::f F;
-  F sum[R][P] = {};
-  const float* of_plane[P];
-  for (int p = 0; p < P; ++p) of_plane[p] = weights + (p * row + column) / group * group_stride;
-  for (int t = 0; t < tokens; ++t) {
-    const auto wide = widen<W>(packed + int64_t(t) * row + column);
-    for (int p = 0; p < P; ++p) {
-      const F c = masked<W>(wide, ((1 << bits) - 1) << (p * bits));
-      for (int r = 0; r < R; ++r) sum[r][p] += of_plane[p][r * stride + t] * c;
-    }
-  }
-  for (int p = 0; p < P; ++p)
-    for (int r = 0; r < R; ++r) {
-      float* out = acc + int64_t(r) * d + p * row + column;
-      save(out, load<F>(out) + sum[r][p] * (1.0f / float(1 << (p * bits))));
-    }
-}
-
-template <int W, int P>
-void mix_rows(const uint8_t* packed, int row, int bits, int group, const float* weights, int64_t group_stride,
-              int64_t stride, int rows, int tokens, float* acc, int d) {
-  for (int r = 0; r < rows; r += kRows)
-    for (int column = 0; column < row; column += W) {
-      const float* w = weights + r * stride;
-      float* out = acc + int64_t(r) * d;
-      switch (std::min(kRows, rows - r)) {
-        case 1: mix_columns<W, 1, P>(packed, row, bits, group, w, group_stride, stride, tokens, column, out, d); break;
-        case 2: mix_columns<W, 2, P>(packed, row, bits, group, w, group_stride, stride, tokens, column, out, d); break;
-        case 3: mix_columns<W, 3, P>(packed, row, bits, group, w, group_stride, stride, tokens, column, out, d); break;
-        default: mix_columns<W, 4, P>(packed, row, bits, group, w, group_stride, stride, tokens, column, out, d);
-      }
-    }
-}
-
-template <int W>
-void mix_bits(const Layer& layer, const uint8_t* packed, const float* weights, int64_t group_stride, int64_t stride,
-              int rows, int tokens, float* acc) {
-  const int d = layer.head_dim, bits = layer.v_bits, row = d * bits / 8, group = d / layer.groups;
-  if (bits == 2)
-    mix_rows<W, 4>(packed, row, bits, group, weights, group_stride, stride, rows, tokens, acc, d);
-  else
-    mix_rows<W, 2>(packed, row, bits, group, weights, group_stride, stride, rows, tokens, acc, d);
-}
-
-// acc[r] += sum over tokens from … to of p[r][t] * v_t
-void mix_quantized(const Layer& layer, int head, int rows, const Piece& piece, const float* p, int64_t stride, float* acc,
-                   Scratch& scratch) {
-  const int d = layer.head_dim, groups = layer.groups, group = d / groups, row = d * layer.v_bits / 8;
-  const int columns = piece.end - piece.begin, skip = piece.from - piece.begin, tokens = piece.to - piece.from;
-  scratch.row.resize(size_t(2 * groups * columns));
-  load_meta(layer, piece, 1, layer.v_unit[head], scratch.meta, scratch.row.data());
-  scratch.weights.resize(size_t(groups) * rows * tokens);
-  for (int g = 0; g < groups; ++g) {
-    const float *scale = scratch.row.data() + 2 * g * columns + skip, *minimum = scale + columns;
-    for (int r = 0; r < rows; ++r) {
-      const float* from = p + r * stride + skip;
-      float* to = scratch.weights.data() + (int64_t(g) * rows + r) * tokens;
-      float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-      for (int t = 0; t < tokens; ++t) {
-        to[t] = from[t] * scale[t];
-        sum += from[t] * minimum[t];
-      }
-      for (int c = 0; c < group; ++c) acc[int64_t(r) * d + g * group + c] += sum;
-    }
-  }
-  const uint8_t* packed = piece.page + layer.section[2] + int64_t(piece.from) * row;
-  const int64_t group_stride = int64_t(rows) * tokens;
-  auto fits = [&](int w) { return w <= kLanes && row % w == 0 && group % w == 0; };
-  if (fits(16)) return mix_bits<16>(layer, packed, scratch.weights.data(), group_stride, tokens, rows, tokens, acc);
-  if (fits(8)) return mix_bits<8>(layer, packed, scratch.weights.data(), group_stride, tokens, rows, tokens, acc);
-  if (fits(4)) return mix_bits<4>(layer, packed, scratch.weights.data(), group_stride, tokens, rows, tokens, acc);
-  mix_bits<2>(layer, packed, scratch.weights.data(), group_stride, tokens, rows, tokens, acc);
-}
-
-void mix_window(const Layer& layer, int rows, const Piece& piece, const float* p, int64_t stride, float* acc,
-                Scratch& scratch) {
-  typedef Vec<8>::f F;
-  const int d = layer.head_dim;
-  scratch.row.resize(size_t(d));
-  for (int t = piece.from; t < piece.to; ++t) {
-    load_row(piece.v_window + t * layer.w_token_stride * type_bytes(layer.window_type), d, layer.window_type,
-             scratch.row.data());
-    for (int r = 0; r < rows; ++r) {
-      const float weight = p[r * stride + t - piece.begin];
-      float* out = acc + int64_t(r) * d;
-      for (int c = 0; c < d; c += 8) save(out + c, load<F>(out + c) + weight * load<F>(scratch.row.data() + c));
-    }
-  }
-}
 
 bool reads_window(const Layer& layer, int64_t key, int64_t query) {
   return key < layer.sink || key > query - layer.recent;
@@ -335,7 +114,7 @@ class Split {
       float* weights = scratch.scores.data() + column;
       column += p.end - p.begin;
       if (!p.quantized) {
-        mix_window(layer_, rows, p, weights, stride, out_.acc, scratch);
+        mix_window(layer_, rows, p, weights, stride, out_.acc);
       } else if (!p.window) {
         mix_quantized(layer_, head_, rows, p, weights, stride, out_.acc, scratch);
       } else {  // some queries read a key here, some there
@@ -346,7 +125,7 @@ class Split {
             if (reads_window(layer_, p.key + t, queries_.first + r / ratio))
               std::swap(scratch.other[size_t(r * width + t - p.begin)], weights[r * stride + t - p.begin]);
         mix_quantized(layer_, head_, rows, p, weights, stride, out_.acc, scratch);
-        mix_window(layer_, rows, p, scratch.other.data(), width, out_.acc, scratch);
+        mix_window(layer_, rows, p, scratch.other.data(), width, out_.acc);
       }
     }
   }
@@ -368,10 +147,10 @@ class Split {
     Scratch& scratch = scratch_;
     const int rows = queries_.rows, width = p.end - p.begin, ratio = layer_.ratio;
     if (p.quantized) score_quantized(layer_, head_, queries_, p, scores, stride, scratch);
-    if (p.window && !p.quantized) score_window(layer_, queries_, p, scores, stride, scratch);
+    if (p.window && !p.quantized) score_window(layer_, queries_, p, scores, stride);
     if (p.window && p.quantized) {
       scratch.other.resize(size_t(rows) * width);
-      score_window(layer_, queries_, p, scratch.other.data(), width, scratch);
+      score_window(layer_, queries_, p, scratch.other.data(), width);
       for (int r = 0; r < rows; ++r)
         for (int t = p.from; t < p.to; ++t)
           if (reads_window(layer_, p.key + t, queries_.first + r / ratio))

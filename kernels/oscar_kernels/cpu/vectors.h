@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cache.h"
+
 #if defined(__SSE4_1__)
 #include <immintrin.h>
 #endif
@@ -60,6 +62,46 @@ inline typename Vec<W>::i widen(const uint8_t* p) {
 template <int W>
 inline typename Vec<W>::f masked(typename Vec<W>::i x, int32_t mask) {
   return __builtin_convertvector(x & mask, typename Vec<W>::f);
+}
+
+// W values of type T at index i, as floats.
+template <int W, int T>
+inline typename Vec<W>::f values(const char* data, int64_t i) {
+  if constexpr (T == kFloat32) return load<typename Vec<W>::f>(data + 4 * i);
+  const char* p = data + 2 * i;
+#if defined(__AVX512F__)
+  if constexpr (W == 16) {
+    const __m256i h = load<__m256i>(p);
+    if constexpr (T == kFloat16) return typename Vec<W>::f(_mm512_cvtph_ps(h));
+    return typename Vec<W>::f(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)));
+  }
+#endif
+#if defined(__AVX2__) && defined(__F16C__)
+  if constexpr (W == 8) {
+    const __m128i h = load<__m128i>(p);
+    if constexpr (T == kFloat16) return typename Vec<W>::f(_mm256_cvtph_ps(h));
+    return typename Vec<W>::f(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)));
+  }
+#endif
+  if constexpr (T == kBFloat16) {
+    typedef uint32_t U __attribute__((vector_size(W * 4)));
+    return typename Vec<W>::f(__builtin_convertvector(load<typename Vec<W>::h>(p), U) << 16);
+  }
+  typename Vec<W>::f out = {};
+  for (int n = 0; n < W; ++n) out[n] = from_float16(load<uint16_t>(p + 2 * n));
+  return out;
+}
+
+template <int W>
+inline float sum(typename Vec<W>::f x) {
+  if constexpr (W == 4) {
+    return (x[0] + x[1]) + (x[2] + x[3]);
+  } else {
+    typedef typename Vec<W / 2>::f Half;
+    Half half[2];
+    std::memcpy(half, &x, sizeof x);
+    return sum<W / 2>(half[0] + half[1]);
+  }
 }
 
 #if defined(__clang__)
