@@ -76,6 +76,7 @@ def test_probe_finds_windows_scale_and_softcap() -> None:
             "latent attention",
         ),
         (LlamaConfig(**SMALL, intermediate_size=32, head_dim=12), "multiple of 8"),
+        (LlamaConfig(**SMALL, intermediate_size=32, sliding_window=16), "attends with sliding_window=None"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_in_one_line(config: Any, message: str, tmp_path: Path) -> None:

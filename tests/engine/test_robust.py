@@ -51,6 +51,28 @@ def test_first_come_first_served_and_nobody_starves() -> None:
     assert order == sorted(order)
 
 
+def test_the_youngest_is_preempted_and_comes_back_in_its_place() -> None:
+    engine = small_pool(max_num_seqs=4)
+    results = [submit(engine, str(i), prompt_of(150, seed=i), max_tokens=150, ignore_eos=True) for i in range(4)]
+    scheduler, preemptions = engine.core.scheduler, 0
+    while engine.step():
+        if scheduler.preemptions > preemptions and scheduler.waiting:
+            preemptions = scheduler.preemptions
+            assert max(s.arrival for s in scheduler.running) < min(s.arrival for s in scheduler.waiting)
+            assert [s.arrival for s in scheduler.waiting] == sorted(s.arrival for s in scheduler.waiting)
+    assert preemptions > 0
+    assert [len(result.token_ids) for result in results] == [150] * 4
+
+
+def test_long_chunks_end_where_blocks_of_queries_do() -> None:
+    engine = make_engine(max_batched_tokens=150)
+    submit(engine, "a", prompt_of(400), max_tokens=1)
+    ends = []
+    while engine.step():
+        ends += [sequence.computed for sequence in engine.core.scheduler.running]
+    assert ends == [128, 256]  # and the rest at once
+
+
 def test_prefill_is_mixed_with_decoding() -> None:
     engine = make_engine(max_batched_tokens=32)
     first = submit(engine, "first", prompt_of(20), max_tokens=30, ignore_eos=True)
