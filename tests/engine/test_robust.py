@@ -203,6 +203,17 @@ def test_shutdown_without_drain_aborts(started: bool) -> None:
     assert_clean(engine)
 
 
+def test_shutdown_without_a_worker_drains_too() -> None:
+    engine = make_engine()
+    result = submit(engine, "a", prompt_of(50), max_tokens=10, ignore_eos=True)
+    engine.shutdown(drain=True, timeout=60)
+    assert (result.last.finish_reason, len(result.token_ids)) == ("length", 10)
+    late = make_engine()
+    result = submit(late, "a", prompt_of(50), max_tokens=400, ignore_eos=True)
+    late.shutdown(drain=True, timeout=0)
+    assert result.last.finish_reason == "abort"
+
+
 def test_warmup_with_the_worker_running() -> None:
     engine = make_engine()
     engine.start()

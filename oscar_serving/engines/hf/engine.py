@@ -181,6 +181,9 @@ class Engine:
             worker, self._worker = self._worker, None
             if worker is not None and drain:
                 self._inbox.wait_for(lambda: not self._live, max(0.0, deadline - time.monotonic()))
+        while worker is None and drain and self._live and time.monotonic() < deadline:
+            self.step()
+        with self._inbox:
             self._aborts |= self._live
             self._stopping = True
             self._inbox.notify_all()
