@@ -126,7 +126,7 @@ def _int_tile(
     if SOFTCAP:
         x = (score + bias) / softcap
         # tanh by exp2, stable at both ends
-        e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+        e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
         t = (1.0 - e) / (1.0 + e)
         score = softcap * tl.where(x < 0, -t, t)
     if MASKED:
@@ -274,7 +274,7 @@ def decode_kernel(
             score = tl.dot(k_tile, q_win, input_precision="ieee")
             if SOFTCAP:
                 x = (score + bias) / softcap_log2
-                e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+                e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
                 t = (1.0 - e) / (1.0 + e)
                 score = softcap_log2 * tl.where(x < 0, -t, t)
             key3 = key[:, :, None]

@@ -155,7 +155,7 @@ def near_kernel(
         score = score * scale_log2
         if SOFTCAP:
             z = score / softcap_log2
-            e = tl.exp2(-2.0 * LOG2E * tl.abs(z))
+            e = tl.exp2(tl.abs(z) * (-2.0 * LOG2E))
             t = (1.0 - e) / (1.0 + e)
             score = softcap_log2 * tl.where(z < 0, -t, t)
         score = tl.where(seen, score, float("-inf"))
