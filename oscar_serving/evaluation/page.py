@@ -40,7 +40,9 @@ def html(report: dict[str, Any], images: dict[str, bytes]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
     parts = [
         f"<p class=note>{report['sequences']} sequences of {report['tokens']} tokens, against the "
-        f"{escape(report['reference'])}. Every query reads its history as decoded, under the position rule. "
+        f"{escape(report['reference'])}"
+        + ("" if report["stride"] == 1 else f", compared at every {report['stride']}th position")
+        + ". Every query reads its history as decoded, under the position rule. "
         "± is the standard error over sequences.</p>",
         "<h2>Overall</h2>",
         table(
@@ -97,7 +99,7 @@ def _overall(configuration: dict[str, Any]) -> tuple[str, ...]:
         _estimate(overall["top1"], 100, ".2f"),
         f"{overall['perplexity']:.3f}",
         _estimate(overall["perplexity_change"], 100, "+.2f"),
-        "–" if configuration["tokens_per_second"] is None else f"{configuration['tokens_per_second']:.0f}",
+        f"{configuration['tokens_per_second']:.0f}",
     )
 
 

@@ -2,106 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from oscar_serving.calibration import texts as calibration
-from oscar_serving.calibration.texts import Source
 from oscar_serving.config import OscarConfig
 from oscar_serving.evaluation import texts as evaluation_texts
 from oscar_serving.evaluation.configuration import Configuration
 from oscar_serving.evaluation.fidelity import TokenFidelity, buckets, compare, concatenate, summarize
 from oscar_serving.evaluation.grid import AXES, Grid
 from oscar_serving.evaluation.model import EvaluatedModel, EvaluationError
-from oscar_serving.evaluation.state import EvaluationState
+from oscar_serving.evaluation.report import Report, Result, write
+from oscar_serving.evaluation.state import EvaluationState, Pass
 from oscar_serving.evaluation.storage import ExactStorage
-from oscar_serving.version import __version__
 
 #: Float32 logits that exist at a time, per model.
 _LOGIT_ELEMENTS = 1 << 25
 _REFERENCE = ExactStorage(torch.float32)
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Result:
-    """Metrics of one configuration.
-
-    ``overall`` and the values of ``by_context`` are what :func:`~oscar_serving.evaluation.fidelity.summarize` returns;
-    the keys of ``by_context`` are ranges of the number of tokens a query sees, its own included.
-    """
-
-    configuration: Configuration
-    overall: dict[str, Any]
-    by_context: dict[str, dict[str, Any]]
-    tokens_per_second: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "name": self.configuration.name,
-            "bits_per_element": self.configuration.storage.bits_per_element(),
-            "cache": self.configuration.storage.describe(),
-            "overall": self.overall,
-            "by_context": self.by_context,
-            "tokens_per_second": self.tokens_per_second,
-        }
-
-
-@dataclass(frozen=True)
-class Report:
-    """All results of one run and what they were measured on."""
-
-    model: str
-    results: list[Result]
-    sources: list[Source]
-    sequences: int
-    tokens: int
-    reference_tokens_per_second: float | None
-    dtype: str
-    device: str
-    date: str
-    command: str
-
-    def result(self, name: str) -> Result:
-        """The result of that name."""
-        return next(r for r in self.results if r.configuration.name == name)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "format": "oscar-evaluation",
-            "model": self.model,
-            "reference": f"unquantized cache, {self.dtype}",
-            "sequences": self.sequences,
-            "tokens": self.tokens,
-            "sources": [s.to_dict() for s in self.sources],
-            "reference_tokens_per_second": self.reference_tokens_per_second,
-            "configurations": [r.to_dict() for r in self.results],
-            "meta": {
-                "date": self.date,
-                "device": self.device,
-                "dtype": self.dtype,
-                "threads": torch.get_num_threads(),
-                "versions": {
-                    "oscar-serving": __version__,
-                    "torch": torch.__version__,
-                    "python": sys.version.split()[0],
-                },
-                "command": self.command,
-            },
-        }
 
 
 def evaluate(
@@ -112,6 +37,8 @@ def evaluate(
     *,
     sequences: int = 16,
     tokens: int = 2048,
+    limit: int | None = None,
+    stride: int = 1,
     state: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -133,6 +60,10 @@ def evaluate(
         Folder for ``evaluation.json``, the plots and ``report.html``; ``None`` writes nothing.
     sequences, tokens
         How many sequences, of how many tokens.
+    limit
+        Stop after so many of the sequences (they take turns between the texts).
+    stride
+        Compare every so many positions only: a large vocabulary makes the logits dearer than the model.
     state
         Folder in which results are kept as they come, by content: an interrupted run goes on where it was, and a later
         one with more configurations computes only those.
@@ -142,6 +73,8 @@ def evaluate(
     names = [c.name for c in configurations]
     if not names or len(set(names)) < len(names):
         raise EvaluationError(f"configurations need distinct names, at least one; got {names}")
+    if not 1 <= stride <= tokens or (limit is not None and limit < 1):
+        raise EvaluationError(f"stride={stride}, limit={limit}: at least 1, and a stride of at most {tokens} tokens")
     judged = model if isinstance(model, EvaluatedModel) else EvaluatedModel.load(model)
     if judged.max_length is not None and tokens > judged.max_length:
         raise EvaluationError(f"tokens={tokens}: {judged.name} was made for at most {judged.max_length}")
@@ -149,46 +82,36 @@ def evaluate(
     found, sources = evaluation_texts.sequences(
         judged.tokenizer, pairs or evaluation_texts.read_texts([]), count=sequences, tokens=tokens
     )
-    kept = None if state is None else EvaluationState(Path(state), judged.identity)
-    clock = _Clock(len(configurations))
-    fidelity: list[list[TokenFidelity]] = [[] for _ in configurations]
+    found = found[:limit]
+    kept = None if state is None else EvaluationState(Path(state), judged.identity, stride)
+    steps = len(names) + 1
+    passes: list[list[Pass]] = []
     for index, sequence in enumerate(found):
-        before = [kept.load(sequence, c.storage.describe()) if kept else None for c in configurations]
-        missing = [c for c, one in zip(configurations, before, strict=True) if one is None]
-        hidden = []
-        for at, storage in enumerate([_REFERENCE, *(c.storage for c in missing)] if missing else []):
-            with clock.timing(None if at == 0 else names.index(missing[at - 1].name), tokens):
-                hidden.append(judged.sequence_hidden(sequence[:-1], storage))
+
+        def told(name: str, done: int, index: int = index) -> None:
             if progress is not None:
-                name = missing[at - 1].name if at else "reference"
-                progress(f"sequence {index + 1}, {name}", index * (len(names) + 1) + at, len(found) * (len(names) + 1))
-        computed = iter(_fidelity(judged, hidden, sequence[1:]) if missing else [])
-        for at, (configuration, one) in enumerate(zip(configurations, before, strict=True)):
-            if one is None:
-                value = next(computed)
-                if kept is not None:
-                    kept.save(sequence, configuration.storage.describe(), value, clock.last[at])
-            else:
-                value = one[0]
-                clock.add(at, one[1], tokens)
-            fidelity[at].append(value)
-        if progress is not None:
-            progress(f"sequence {index + 1}", (index + 1) * (len(names) + 1), len(found) * (len(names) + 1))
+                progress(f"sequence {index + 1}, {name}", index * steps + done, len(found) * steps)
+
+        passes.append(_evaluate_sequence(judged, configurations, sequence, stride, kept, told))
+    columns = list(zip(*passes, strict=True))
     report = Report(
         judged.name,
         [
             Result(
                 configuration,
-                summarize(values),
-                {f"{a + 1}-{b}": summarize(values, a, b) for a, b in buckets(tokens)},
-                clock.speed(at),
+                summarize([one.fidelity for one in column]),
+                {
+                    f"{a + 1}-{b}": summarize([one.fidelity for one in column], -(-a // stride), -(-b // stride))
+                    for a, b in buckets(tokens)
+                },
+                len(found) * tokens / sum(one.seconds for one in column),
             )
-            for at, (configuration, values) in enumerate(zip(configurations, fidelity, strict=True))
+            for configuration, column in zip(configurations, columns, strict=True)
         ],
         sources,
         len(found),
         tokens,
-        clock.speed(None),
+        stride,
         str(judged.model.dtype).removeprefix("torch."),
         str(judged.device),
         datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -197,6 +120,41 @@ def evaluate(
     if out is not None:
         write(report, Path(out))
     return report
+
+
+def _evaluate_sequence(
+    judged: EvaluatedModel,
+    configurations: Sequence[Configuration],
+    sequence: Tensor,
+    stride: int,
+    kept: EvaluationState | None,
+    told: Callable[[str, int], None],
+) -> list[Pass]:
+    """One pass a configuration; what ``kept`` has is not computed again."""
+    caches = [c.storage.describe() for c in configurations]
+    found = [kept.load(sequence, cache) if kept else None for cache in caches]
+    missing = [at for at, one in enumerate(found) if one is None]
+    if missing:
+        reference = kept.load_hidden(sequence) if kept else None
+        if reference is None:
+            reference = judged.sequence_hidden(sequence[:-1], _REFERENCE)
+            if kept is not None:
+                kept.save_hidden(sequence, reference)
+        told("reference", 0)
+        hidden = [reference.to(judged.device)]
+        seconds = []
+        for at in missing:
+            begin = time.perf_counter()
+            hidden.append(judged.sequence_hidden(sequence[:-1], configurations[at].storage))
+            seconds.append(time.perf_counter() - begin)
+            told(configurations[at].name, at + 1)
+        computed = _fidelity(judged, [h[::stride] for h in hidden], sequence[1:][::stride])
+        for at, fidelity, spent in zip(missing, computed, seconds, strict=True):
+            found[at] = Pass(fidelity, spent)
+            if kept is not None:
+                kept.save(sequence, caches[at], Pass(fidelity, spent))
+    told("done", len(configurations) + 1)
+    return [one for one in found if one is not None]
 
 
 def evaluate_grid(
@@ -240,43 +198,6 @@ def evaluate_grid(
         judged, list(grid.configurations(axes)), texts, out,
         sequences=sequences, tokens=tokens, state=state, progress=progress,
     )  # fmt: skip
-
-
-class _Clock:
-    """Seconds and tokens of each configuration, and of the reference (``None``)."""
-
-    def __init__(self, configurations: int) -> None:
-        keys: list[int | None] = [None, *range(configurations)]
-        self._seconds: dict[int | None, float] = dict.fromkeys(keys, 0.0)
-        self._tokens: dict[int | None, int] = dict.fromkeys(keys, 0)
-        self.last: dict[int | None, float] = dict.fromkeys(keys, 0.0)
-
-    @contextmanager
-    def timing(self, key: int | None, tokens: int) -> Iterator[None]:
-        """Time the block."""
-        begin = time.perf_counter()
-        yield
-        self.add(key, time.perf_counter() - begin, tokens)
-
-    def add(self, key: int | None, seconds: float, tokens: int) -> None:
-        """Count one forward pass."""
-        self.last[key] = seconds
-        self._seconds[key] += seconds
-        self._tokens[key] += tokens
-
-    def speed(self, key: int | None) -> float | None:
-        """Tokens a second; ``None`` where nothing was computed."""
-        return self._tokens[key] / self._seconds[key] if self._seconds[key] else None
-
-
-def write(report: Report, folder: Path) -> None:
-    """Write ``evaluation.json``, plots and ``report.html``."""
-    from oscar_serving.evaluation.page import write_page
-
-    folder.mkdir(parents=True, exist_ok=True)
-    content = report.to_dict()
-    (folder / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    write_page(content, folder)
 
 
 def _fidelity(judged: EvaluatedModel, hidden: list[Tensor], targets: Tensor) -> list[TokenFidelity]:

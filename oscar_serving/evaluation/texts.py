@@ -29,6 +29,8 @@ def sequences(
 ) -> tuple[list[Tensor], list[Source]]:
     """Cut ``count`` sequences of ``tokens + 1`` ids (the last one is only predicted) evenly out of the texts.
 
+    They take turns between the texts, so that the first ones of them are from all.
+
     Raises
     ------
     EvaluationError
@@ -36,11 +38,17 @@ def sequences(
     """
     if count < 1 or tokens < 2:
         raise EvaluationError(f"sequences={count}, tokens={tokens}: at least 1 sequence of 2 tokens")
-    found, sources = calibration_texts.sequences(tokenizer, texts, count * (tokens + 1), tokens + 1)
-    whole = [sequence for sequence in found if len(sequence) == tokens + 1]
+    shares = [count // len(texts) + (i < count % len(texts)) for i in range(len(texts))]
+    parts, sources = [], []
+    for pair, share in zip(texts, shares, strict=True):
+        if share:
+            part, (source,) = calibration_texts.sequences(tokenizer, [pair], share * (tokens + 1), tokens + 1)
+            parts.append([sequence for sequence in part if len(sequence) == tokens + 1])
+            sources.append(source)
+    whole = [part[turn] for turn in range(max(shares)) for part in parts if turn < len(part)]
     if len(whole) < count:
         raise EvaluationError(
             f"the texts give {len(whole)} sequences of {tokens + 1} tokens, {count} were asked for: "
             "pass more or longer texts, or ask for fewer or shorter sequences"
         )
-    return whole[:count], sources
+    return whole, sources

@@ -14,7 +14,7 @@ from oscar_serving.attention.spec import AttentionSpec
 from oscar_serving.calibration import Artifact
 from oscar_serving.config import OscarConfig
 from oscar_serving.evaluation import attention as module
-from oscar_serving.evaluation.attention import rule_attention
+from oscar_serving.evaluation.attention import Tiers, rule_attention
 from oscar_serving.evaluation.storage import OscarStorage
 from oscar_serving.rotation import LayerTransform
 from tests.engine.tiny import CONFIGS
@@ -97,3 +97,13 @@ def test_memory_bound_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch
     whole = rule_attention(q, tiers, spec, sink=4, recent=20)
     monkeypatch.setattr(module, "_SCORE_ELEMENTS", 1)
     assert torch.allclose(rule_attention(q, tiers, spec, sink=4, recent=20), whole, atol=1e-5)
+
+
+def test_a_single_key_beyond_the_sliding_window_is_not_seen() -> None:
+    config = OscarConfig(sink=0, recent=64)
+    cache = storage(1, 16, config, 0)
+    q, k, v = torch.randn(3, 1, 31, 16).unbind()
+    tiers = cache.read_back(0, k, v)
+    got = rule_attention(q, tiers, AttentionSpec(0.25, sliding_window=30), sink=0, recent=64)
+    without = rule_attention(q[:, -1:], Tiers(*(t[:, 1:] for t in tiers)), AttentionSpec(0.25), sink=0, recent=64)
+    assert torch.allclose(got[:, -1:], without, atol=1e-6)

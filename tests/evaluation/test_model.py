@@ -44,6 +44,16 @@ def test_pieces_give_what_the_whole_gives(family: str):
         assert torch.allclose(torch.cat(parts), whole, atol=0.05 * float(whole.abs().max())), made.name
 
 
+def test_buffers_that_grow_keep_what_they_hold(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("oscar_serving.evaluation.model._GROWTH", 8)
+    judged = evaluated("llama")
+    for made in (plain("q", judged.config, "hadamard", sink=4, recent=16), bf16()):
+        whole = judged.sequence_hidden(tokens(), made.storage)
+        cache = SimulatedCache(made.storage, growing=True)
+        parts = [judged.extend(piece, cache) for piece in tokens().split(7)]
+        assert torch.allclose(torch.cat(parts), whole, atol=0.05 * float(whole.abs().max())), made.name
+
+
 def test_truncating_forgets():
     judged = evaluated("llama")
     storage = plain("q", judged.config, "hadamard", sink=4, recent=16).storage

@@ -89,6 +89,21 @@ def test_an_interrupted_run_goes_on(judged: EvaluatedModel, tmp_path: Path, monk
         )
 
 
+def test_every_third_position_of_the_first_sequences(judged: EvaluatedModel, tmp_path: Path):
+    chosen = [plain("a", judged.config, "none", sink=4, recent=16)]
+    whole = evaluate(judged, chosen, (), sequences=3, tokens=300, limit=2, state=tmp_path)
+    third = evaluate(judged, chosen, (), sequences=3, tokens=300, limit=2, stride=3, state=tmp_path)
+    assert whole.sequences == third.sequences == 2
+    assert whole.results[0].overall["positions"] == 600
+    assert third.results[0].overall["positions"] == 200
+    assert [c["positions"] for c in third.results[0].by_context.values()] == [2 * 86, 2 * 14]
+    few, all_ = (r.results[0].overall["kld_mean"]["value"] for r in (third, whole))
+    assert few == pytest.approx(all_, rel=0.3)
+    assert few != all_
+    with pytest.raises(EvaluationError, match="stride=0"):
+        evaluate(judged, chosen, (), stride=0)
+
+
 def test_what_cannot_be_evaluated(judged: EvaluatedModel):
     with pytest.raises(EvaluationError, match="distinct"):
         evaluate(judged, [bf16(), bf16()], ())
@@ -102,7 +117,7 @@ def test_sequences_are_spread_over_the_texts():
     tokenizer = byte_tokenizer()
     found, sources = sequences(tokenizer, [("a", "a" * 1000), ("b", "b" * 1000)], count=4, tokens=99)
     assert [len(s) for s in found] == [100] * 4
-    assert [chr(s[0]) for s in found] == ["a", "a", "b", "b"]
+    assert [chr(s[0]) for s in found] == ["a", "b", "a", "b"]
     assert [s.name for s in sources] == ["a", "b"]
 
 
