@@ -10,14 +10,14 @@ from torch import Tensor
 
 from oscar_kernels.cpu import Batch, Kernels, Layer
 from oscar_serving.attention.base import NULL_PAGE, BatchTables, LayerCache
-from oscar_serving.attention.torch_backend import attend_request, host_pages, reads_own
+from oscar_serving.attention.torch_backend import host_pages
 
-#: New tokens of a request up to which the decode kernel serves it; longer chunks are matrix products.
+#: New tokens of a request up to which the decode kernel serves it; it works best with few.
 MAX_DECODE_TOKENS = 16
 
 
 class CpuBackend:
-    """Store and decode in compiled code, prefill chunks as matrix products.
+    """Store, decode and prefill in compiled code.
 
     Raises
     ------
@@ -32,24 +32,18 @@ class CpuBackend:
 
     def store(self, layer: LayerCache, k: Tensor, v: Tensor, tables: BatchTables) -> None:
         """Write new ``k, v`` ``[T, heads, d]`` (model space) to both stores."""
-        batch, _ = _batch(layer, tables)
-        self.kernels.store(describe(layer), batch, _rows(k), _rows(v))
+        few, _ = _batches(layer, tables)
+        self.kernels.store(describe(layer), few, _rows(k), _rows(v))
 
     def attend(self, layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, tables: BatchTables) -> Tensor:
         """Attend for ``q`` ``[T, query heads, d]``; see :class:`~oscar_serving.attention.base.AttentionBackend`."""
-        batch, chunks = _batch(layer, tables)
+        few, chunks = _batches(layer, tables)
         q = _rows(q)
         out = torch.empty(q.shape, dtype=q.dtype)
-        if batch.request_count:
-            self.kernels.decode(describe(layer), batch, q, out)
-        if chunks:
-            own_k, own_v = k, v
-            if reads_own(tables):
-                own_k = self.kernels.rotate(describe(layer), _rows(k), value=False)
-                own_v = self.kernels.rotate(describe(layer), _rows(v), value=True)
-            for b, start, end in chunks:
-                rows = slice(start, end)
-                out[rows] = attend_request(layer, q[rows], k[rows], v[rows], own_k[rows], own_v[rows], tables, b)
+        if few.request_count:
+            self.kernels.decode(describe(layer), few, q, out)
+        if chunks.request_count:
+            self.kernels.prefill(describe(layer), chunks, q, _rows(k), _rows(v), out)
         return out
 
 
@@ -89,25 +83,33 @@ def describe(layer: LayerCache) -> Layer:
     return described
 
 
-def _batch(layer: LayerCache, tables: BatchTables) -> tuple[Batch, list[tuple[int, int, int]]]:
-    """The kernels' tables with the requests that decode serves, and the others as (request, first row, end)."""
+def _batches(layer: LayerCache, tables: BatchTables) -> tuple[Batch, Batch]:
+    """The kernels' tables, with the requests that decode serves and with those that prefill does."""
     size = layer.layout.config.page_size
     key = f"cpu{size}"
     if key not in tables.derived:
         starts, lengths, raw_starts = tables.host
         few: list[int] = []
-        chunks: list[tuple[int, int, int]] = []
+        chunks: list[int] = []
         for b, (start, end) in enumerate(pairwise(starts)):
             first = lengths[b] - (end - start)
-            if end - start <= MAX_DECODE_TOKENS and raw_starts[b] >= lengths[b]:
-                # New tokens are read from the window store; where they have no page there, from the step's own K and V.
-                pages = host_pages(tables)[1][b][first // size : -(-lengths[b] // size)]
-                if end > start and NULL_PAGE not in pages:
-                    few.append(b)
-                    continue
+            if raw_starts[b] < first:
+                raise ValueError(
+                    f"chunk_start={raw_starts[b]}: keys before position {first} are not among this step's "
+                    f"{end - start} tokens"
+                )
+            # Decode reads new tokens from the window store; prefill has them at hand.
+            new_pages = host_pages(tables)[1][b][first // size : -(-lengths[b] // size)]
+            by_rule = raw_starts[b] >= lengths[b] and NULL_PAGE not in new_pages
             if end > start:
-                chunks.append((b, start, end))
-        batch = Batch.of(tables.query_start, tables.lengths, tables.page_table, tables.window_table, few)
-        tables.derived[key] = batch, chunks
-    result: tuple[Batch, list[tuple[int, int, int]]] = tables.derived[key]
+                (few if by_rule and end - start <= MAX_DECODE_TOKENS else chunks).append(b)
+        pointers = (
+            tables.query_start,
+            tables.lengths,
+            tables.chunk_start,
+            tables.page_table,
+            tables.window_table,
+        )
+        tables.derived[key] = Batch.of(*pointers, few), Batch.of(*pointers, chunks)
+    result: tuple[Batch, Batch] = tables.derived[key]
     return result

@@ -106,6 +106,22 @@ def test_rule_mode_does_not_depend_on_chunks(
     assert_close(results[0], world.expected(0, 0, 300))
 
 
+def test_compiled_chunks_are_equal_to_the_last_bit() -> None:
+    """Chunks longer than what decode takes, cut anywhere, with window pages freed between them, with any rotation."""
+    spec = AttentionSpec(0.125, softcap=30.0)
+    case = Case(SMALL.with_(recent=70), spec, heads=2, ratio=3, head_dim=64, exact=False)
+    results = []
+    for chunks in ([400], [17, 100, 283], [128, 128, 128, 16]):
+        world = World(case, [400])
+        outs = []
+        for chunk in chunks[:-1] if chunks[-1] == 16 else chunks:
+            outs += world.step(CpuBackend(), [chunk])
+            world.keep_windows()
+        results.append(torch.cat(outs)[:384])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 @each_backend
 def test_alone_or_batched_the_same_bits(backend: AttentionBackend) -> None:
     """A decode step's and a chunk's output do not depend on the other requests of the batch."""

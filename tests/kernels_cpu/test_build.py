@@ -106,7 +106,7 @@ world = World(Case(OscarConfig(page_size=16), AttentionSpec(0.1), 3, 3, 64), [25
 outs = [world.step(CpuBackend(), counts) for counts in ([2490, 890], *[[1, 1]] * 5, [4, 0])]
 import hashlib
 digest = hashlib.sha256(world.layer.pages.numpy().tobytes())
-for out in outs[1:]:
+for out in outs:
     for x in out:
         digest.update(x.numpy().tobytes())
 print(digest.hexdigest())
@@ -123,7 +123,7 @@ def test_threads_do_not_change_the_bits() -> None:
     assert len(digests) == 1
 
 
-INSTRUCTION_SETS = [("-march=x86-64",), ("-march=x86-64", "-U__FLT16_MANT_DIG__"), ("-march=x86-64-v3",)]
+INSTRUCTION_SETS = [("-march=x86-64", "-U__FLT16_MANT_DIG__"), ("-march=x86-64-v3",)]
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the flags are those of x86")
@@ -139,7 +139,7 @@ def test_other_instruction_sets(flags: tuple[str, ...], empty_cache: Path, monke
         native = World(case, [70])
         expected = native.run(CpuBackend(), 0, [60, *[1] * 10])
         with monkeypatch.context() as patch:
-            patch.setattr(build, "_flags", lambda: ("-std=c++17", "-O2", *flags, "-fopenmp-simd", "-fPIC", "-shared"))
+            patch.setattr(build, "_flags", lambda: ("-std=c++17", "-O1", *flags, "-fopenmp-simd", "-fPIC", "-shared"))
             build.load.cache_clear()
             world = World(case, [70])
             result = world.run(CpuBackend(), 0, [60, *[1] * 10])
@@ -187,4 +187,4 @@ def test_wrong_tensors_are_refused() -> None:
         cache.Layer.of(layer.pages, layer.windows.transpose(3, 4).contiguous().transpose(3, 4), **good)
     table = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="tables: expected int32"):
-        cache.Batch.of(torch.zeros(2), torch.zeros(1, dtype=torch.int32), table, table, [0])
+        cache.Batch.of(torch.zeros(2), *[torch.zeros(1, dtype=torch.int32)] * 2, table, table, [0])

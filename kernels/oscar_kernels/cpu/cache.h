@@ -30,7 +30,7 @@ struct Layer {
 
 // A ragged batch; see BatchTables in oscar_serving/attention/base.py.
 struct Batch {
-  const int32_t *query_start, *lengths;
+  const int32_t *query_start, *lengths, *chunk_start;
   const int32_t *page_table, *window_table;  // [requests, row_stride]
   int64_t page_row, window_row;
   const int32_t* requests;                   // which requests to attend for

@@ -125,7 +125,7 @@ class Batch(ctypes.Structure):
     """Tables of a ragged batch; keeps the tensors that it points to."""
 
     _fields_ = [
-        *_fields(p="query_start lengths page_table window_table", i64="page_row window_row"),
+        *_fields(p="query_start lengths chunk_start page_table window_table", i64="page_row window_row"),
         *_fields(p="requests", i32="request_count total"),
     ]
 
@@ -133,11 +133,17 @@ class Batch(ctypes.Structure):
 
     @classmethod
     def of(
-        cls, query_start: Tensor, lengths: Tensor, page_table: Tensor, window_table: Tensor, requests: Sequence[int]
+        cls,
+        query_start: Tensor,
+        lengths: Tensor,
+        chunk_start: Tensor,
+        page_table: Tensor,
+        window_table: Tensor,
+        requests: Sequence[int],
     ) -> Batch:
-        """Tables int32 on the CPU (rows contiguous), and the requests that :func:`decode` attends for."""
+        """Tables int32 on the CPU (rows contiguous), and the requests to attend for."""
         chosen = torch.tensor(list(requests), dtype=torch.int32)
-        tensors = (query_start, lengths, page_table, window_table)
+        tensors = (query_start, lengths, chunk_start, page_table, window_table)
         for x in tensors:
             if x.dtype != torch.int32 or x.stride(-1) != 1 or x.device.type != "cpu":
                 raise ValueError(f"tables: expected int32 on the CPU with contiguous rows, got {x.dtype} {x.stride()}")
@@ -168,13 +174,14 @@ class Kernels:
     """The compiled functions; building them is the constructor's work."""
 
     def __init__(self) -> None:
-        store, decode = load("store"), load("decode")
+        store, decode, prefill = load("store"), load("decode"), load("prefill")
         store.oscar_layer_bytes.restype = ctypes.c_int64
         size = store.oscar_layer_bytes()
         if size != ctypes.sizeof(Layer):
             raise BuildError(f"Layer has {size} bytes in cache.h and {ctypes.sizeof(Layer)} in cache.py")
-        self._store, self._rotate, self._decode = store.oscar_store, store.oscar_rotate, decode.oscar_decode
-        for function in (self._store, self._rotate, self._decode):
+        self._store, self._rotate = store.oscar_store, store.oscar_rotate
+        self._decode, self._prefill = decode.oscar_decode, prefill.oscar_prefill
+        for function in (self._store, self._rotate, self._decode, self._prefill):
             function.restype = None
 
     def store(self, layer: Layer, batch: Batch, k: Tensor, v: Tensor) -> None:
@@ -189,8 +196,24 @@ class Kernels:
         return out
 
     def decode(self, layer: Layer, batch: Batch, q: Tensor, out: Tensor) -> None:
-        """Attend for the batch's chosen requests: ``q`` ``[T, query heads, d]`` in model space; fills their rows."""
+        """Attend for the batch's requests, few new tokens each, whose window pages all exist.
+
+        ``q`` ``[T, query heads, d]`` in model space; fills their rows of ``out``.
+        """
         self._decode(_ref(layer), _ref(batch), _ref(rows(q)), _ref(rows(out)), torch.get_num_threads())
+
+    def prefill(self, layer: Layer, batch: Batch, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Attend for the batch's requests, any number of new tokens each.
+
+        ``q`` ``[T, query heads, d]`` and ``k, v`` ``[T, heads, d]`` in model space; fills their rows of ``out``.
+        """
+        own_k, own_v = self.rotate(layer, k, value=False), self.rotate(layer, v, value=True)
+        self._prefill(
+            _ref(layer),
+            _ref(batch),
+            *(_ref(rows(x)) for x in (q, own_k, own_v, out)),
+            torch.get_num_threads(),
+        )
 
 
 _ref = ctypes.byref
