@@ -113,6 +113,8 @@ class SideTransform:
         float64 ``[d, d]``, orthogonal.
     factors
         float64 ``[heads, d]``, positive.
+    inverse_factors
+        float32 ``[heads, d]``.
     encode_matrix, read_matrix
         float32 ``[heads, d, d]``: ``R diag(1 / lambda)`` for new rows, ``R diag(lambda)`` for queries; a cached output
         comes back through the transpose of the latter.
@@ -120,6 +122,7 @@ class SideTransform:
 
     rotation: Tensor
     factors: Tensor
+    inverse_factors: Tensor
     encode_matrix: Tensor
     read_matrix: Tensor
 
@@ -139,11 +142,13 @@ class SideTransform:
         if not (torch.isfinite(factors) & (factors > 0)).all():
             raise ValueError("factors: must be positive and finite; calibrate on more tokens, or use ones")
         r = rotation.double()
-        return cls(r, factors, (r / factors[:, None]).float(), (r * factors[:, None]).float())
+        inverse = (1 / factors).float()
+        return cls(r, factors, inverse, (r / factors[:, None]).float(), (r * factors[:, None]).float())
 
     def to(self, device: torch.device | str) -> SideTransform:
-        """A copy whose float32 matrices are on ``device`` (the float64 ones stay: Apple GPUs have no such type)."""
-        return SideTransform(self.rotation, self.factors, self.encode_matrix.to(device), self.read_matrix.to(device))
+        """A copy whose float32 tensors are on ``device`` (the float64 ones stay: Apple GPUs have no such type)."""
+        moved = (x.to(device) for x in (self.inverse_factors, self.encode_matrix, self.read_matrix))
+        return SideTransform(self.rotation, self.factors, *moved)
 
     def encode(self, x: Tensor, bits: int, groups: int) -> Signed:
         """Quantize new rows ``[batch, heads, tokens, d]``."""
