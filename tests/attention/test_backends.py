@@ -106,6 +106,22 @@ def test_rule_mode_does_not_depend_on_chunks(
     assert_close(results[0], world.expected(0, 0, 300))
 
 
+@each_backend
+@pytest.mark.parametrize("sliding_window", [None, 1500])
+def test_long_histories(backend: AttentionBackend, sliding_window: int | None) -> None:
+    """Several splits and tiles, each with its own maximum: they are brought to the same measure."""
+    case = Case(SMALL, AttentionSpec(0.125, sliding_window=sliding_window), heads=1, ratio=3, head_dim=64)
+    world = World(case, [2620])
+    q, k, v = world.data[0]
+    q += 1.0
+    k += (torch.arange(2620) // 200 % 4 * 0.25)[:, None, None]
+    world.step(backend, [2600])
+    for count in (1, 2, 17):
+        start = world.done[0]
+        out = world.step(backend, [count])[0]
+        assert_close(out, world.expected(0, start, start + count))
+
+
 def test_compiled_chunks_are_equal_to_the_last_bit() -> None:
     """Chunks longer than what decode takes, cut anywhere, with window pages freed between them, with any rotation."""
     spec = AttentionSpec(0.125, softcap=30.0)

@@ -126,6 +126,7 @@ def test_threads_do_not_change_the_bits() -> None:
 INSTRUCTION_SETS = [("-march=x86-64", "-U__FLT16_MANT_DIG__"), ("-march=x86-64-v3",)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the flags are those of x86")
 @pytest.mark.parametrize("flags", INSTRUCTION_SETS, ids=lambda f: "".join(f))
 def test_other_instruction_sets(flags: tuple[str, ...], empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -174,7 +175,8 @@ class Kernels:
     """The compiled functions; building them is the constructor's work."""
 
     def __init__(self) -> None:
-        store, decode, prefill = load("store"), load("decode"), load("prefill")
+        with ThreadPoolExecutor() as pool:  # the compiler takes a few seconds for each
+            store, decode, prefill = pool.map(load, ("store", "decode", "prefill"))
         store.oscar_layer_bytes.restype = ctypes.c_int64
         size = store.oscar_layer_bytes()
         if size != ctypes.sizeof(Layer):
