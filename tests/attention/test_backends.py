@@ -112,7 +112,7 @@ def test_long_histories(backend: AttentionBackend, sliding_window: int | None) -
     """Several splits and tiles, each with its own maximum: they are brought to the same measure."""
     case = Case(SMALL, AttentionSpec(0.125, sliding_window=sliding_window), heads=1, ratio=3, head_dim=64)
     world = World(case, [2620])
-    q, k, v = world.data[0]
+    q, k, _ = world.data[0]
     q += 1.0
     k += (torch.arange(2620) // 200 % 4 * 0.25)[:, None, None]
     world.step(backend, [2600])
