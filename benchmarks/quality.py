@@ -5,7 +5,7 @@
     python -m benchmarks.texts texts python -m benchmarks.quality fidelity smollm2 --texts texts --state state     #
     hours on two cores; goes on if stopped python -m benchmarks.quality retrieval smollm2 --texts texts --state state
     python -m benchmarks.quality grid smollm2 --texts texts --state state python -m benchmarks.quality write --state
-    state                              # benchmarks/results/quality-<date>.json
+    state                              # benchmarks/results/quality*-<date>.json
 
 Each step leaves a JSON file in the state folder; ``write`` makes rows of all of them.
 """
@@ -37,7 +37,7 @@ from oscar_serving.evaluation.run import evaluate
 from oscar_serving.evaluation.simulated import SimulatedClient
 from oscar_serving.models import get_model
 
-TOKENS = 2048
+SEQUENCES, TOKENS = 16, 2048
 CALIBRATION_TOKENS = 16384
 #: The published method at our bits and windows: one rotation a layer, proxy target, quantile clips; then with our clip,
 #: per layer and per head.
@@ -57,6 +57,8 @@ CRITERIA: dict[str, dict[str, dict[str, tuple[float, float | None]]]] = {
         "OSCAR K4V2": {"KLD": (0.010, 0.006), "top-1": (95.5, None)},
     },
 }
+#: Metrics of whole sequences that go into ``quality-<date>.json``; the rest is in ``quality-details-<date>.json``.
+MAIN = ("KLD", "top-1", "perplexity change")
 #: KLD of ours / KLD of the published recipe.
 BEATEN_MUST, BEATEN_AIM = 1 / 3, 1 / 6
 
@@ -69,14 +71,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder for everything that is kept between runs")
     parser.add_argument("--texts", type=Path, help="folder that benchmarks.texts wrote")
     parser.add_argument("--artifact", default="auto", help="auto or a folder")
-    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--limit", type=int, help="only the first so many of the 16 sequences")
+    parser.add_argument("--stride", type=int, default=1, help="compare every so many positions")
     parser.add_argument("--axes", nargs="+", default=list(AXES))
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096])
     parser.add_argument("--needle-texts", type=int, default=8)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
     if options.step == "write":
-        print(write_result("quality", list(rows(options.state)), _device(options.device)))
+        found = list(rows(options.state))
+        main_rows = [row for row in found if row["metric"] in MAIN and not {"context", "grid"} & row.keys()]
+        print(write_result("quality", main_rows, _device(options.device)))
+        details = [row for row in found if row not in main_rows]
+        print(write_result("quality-details", details, _device(options.device)))
         return
     if options.model is None or options.texts is None:
         parser.error("a model and --texts are needed")
@@ -94,8 +101,8 @@ def fidelity(model: EvaluatedModel, options: argparse.Namespace) -> dict[str, An
     chosen += [calibrated(name, artifact) for name, artifact in shipped(model, options)]
     out = options.state / f"report-{options.model}"
     report = evaluate(
-        model, chosen, evaluation_texts(options), out, sequences=options.sequences, tokens=TOKENS,
-        state=options.state / "tokens", progress=say,
+        model, chosen, evaluation_texts(options), out, sequences=SEQUENCES, tokens=TOKENS, limit=options.limit,
+        stride=options.stride, state=options.state / "tokens", progress=say,
     )  # fmt: skip
     return report.to_dict()
 
@@ -176,70 +183,68 @@ def rows(state: Path) -> Iterator[dict[str, Any]]:
 
 
 def fidelity_rows(name: str, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row a configuration of ours and metric, everything else as baselines; and the comparison with the recipe."""
-    where = f"{report['model']}, {report['sequences']} sequences of {report['tokens']} tokens"
+    """What each cache costs, in all and by context; criteria where there are some; and ours against the recipe."""
+    where = _where(report)
     values = {c["name"]: _metrics(c["overall"]) for c in report["configurations"]}
-    bits = {c["name"]: c["bits_per_element"] for c in report["configurations"]}
-    for ours in ("OSCAR", "OSCAR K4V2"):
-        for metric in values[ours]:
-            value, error = values[ours][metric]
-            must, aim = CRITERIA.get(name, {}).get(ours, {}).get(metric, (None, None))
-            others = {c: v[metric][0] for c, v in values.items() if c != ours}
-            higher = metric == "top-1"
-            unit = "nats" if metric.startswith("KLD") else "%"
-            case = f"{where}, {ours} ({bits[ours]:.2f} bits)"
-            yield _row(case, metric, unit, value, others, None, must, aim, higher, error=error)
-    judge = "published recipe"
-    kld = {c: v["KLD"][0] for c, v in values.items()}
-    yield _row(
-        f"{where}, OSCAR", "KLD / KLD of the published recipe", "ratio", kld["OSCAR"], {judge: kld[judge]}, judge,
-        BEATEN_MUST, BEATEN_AIM, False,
-    )  # fmt: skip
     for c in report["configurations"]:
+        others = {n: v for n, v in values.items() if n != c["name"]}
+        for metric, (value, error) in values[c["name"]].items():
+            must, aim = CRITERIA.get(name, {}).get(c["name"], {}).get(metric, (None, None))
+            baselines = {n: v[metric][0] for n, v in others.items()} if c["name"] in CRITERIA.get(name, {}) else {}
+            yield _row(f"{where}: {c['name']}", metric, value, error, baselines, must=must, aim=aim) | _label(report, c)
         for context, part in c["by_context"].items():
-            value, error = _metrics(part)["KLD"]
-            case = f"{where}, {c['name']}, context {context}"
-            yield _row(case, "KLD by context", "nats", value, {}, None, None, None, False, error=error)
-    for c in report["configurations"]:
-        for metric, (value, error) in _metrics(c["overall"]).items():
-            case = f"{where}, {c['name']} ({bits[c['name']]:.2f} bits)"
-            unit = "nats" if metric.startswith("KLD") else "%"
-            yield _row(case, f"{metric}, each cache", unit, value, {}, None, None, None, metric == "top-1", error=error)
+            for metric, (value, error) in _metrics(part).items():
+                case = f"{where}: {c['name']}, context {context}"
+                yield _row(case, metric, value, error) | _label(report, c) | {"context": context}
+    judge = "published recipe"
+    if {"OSCAR", judge} <= values.keys():
+        kld = {n: v["KLD"][0] for n, v in values.items()}
+        yield _row(
+            f"{where}: OSCAR against the {judge}", "KLD", kld["OSCAR"], None, {judge: kld[judge]}, judge=judge,
+            must=BEATEN_MUST, aim=BEATEN_AIM,
+        )  # fmt: skip
 
 
 def retrieval_rows(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Needles by length, and conversations."""
-    shares: dict[int, dict[str, tuple[int, int]]] = {}
+    counts: dict[tuple[str, int], tuple[int, int]] = {}
     for result in content["needles"]:
         for cell in result["cells"]:
-            right, asked = shares.setdefault(cell["tokens"], {}).get(result["name"], (0, 0))
-            shares[cell["tokens"]][result["name"]] = right + cell["right"], asked + cell["asked"]
-    for tokens, counts in shares.items():
-        percent = {name: 100 * right / asked for name, (right, asked) in counts.items()}
-        for ours in ("OSCAR", "OSCAR K4V2"):
-            share, asked = percent[ours] / 100, counts[ours][1]
-            error = 100 * (share * (1 - share) / asked) ** 0.5
-            others = {n: v for n, v in percent.items() if n != ours}
-            case = f"{content['model']}, needles in {tokens} tokens, {ours}"
-            yield _row(case, "found", "%", percent[ours], others, None, None, None, True, error=error)
+            right, asked = counts.get((result["name"], cell["tokens"]), (0, 0))
+            counts[result["name"], cell["tokens"]] = right + cell["right"], asked + cell["asked"]
+    for (name, tokens), (right, asked) in counts.items():
+        share = right / asked
+        case = f"{content['model']}, needles in {tokens} tokens, {asked} asked: {name}"
+        row = _row(case, "found", 100 * share, 100 * (share * (1 - share) / asked) ** 0.5)
+        yield row | {"model": content["model"], "cache": name, "context": str(tokens)}
     for result in content["multiturn"]:
-        case = f"{content['model']}, conversations, {result['name']}"
+        label = {"model": content["model"], "cache": result["name"]}
+        case = f"{content['model']}, conversations, {result['asked']} asked: {result['name']}"
         accuracy = result["accuracy"]
-        yield _row(
-            case, "right answers", "%", 100 * accuracy["value"], {}, None, None, None, True,
-            error=100 * accuracy["error"],
-        )  # fmt: skip
-        yield _row(case, "warm answer equals cold", "%", 100 * result["warm_equals_cold"], {}, None, None, None, True)
+        yield _row(case, "right answers", 100 * accuracy["value"], 100 * accuracy["error"]) | label
+        yield _row(case, "warm equals cold", 100 * result["warm_equals_cold"], None) | label
 
 
 def grid_rows(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One row a variant and metric."""
-    where = f"{report['model']}, grid, {report['sequences']} sequences of {report['tokens']} tokens"
     for c in report["configurations"]:
-        case = f"{where}, {c['name']} ({c['bits_per_element']:.2f} bits)"
         for metric, (value, error) in _metrics(c["overall"]).items():
-            unit = "nats" if metric.startswith("KLD") else "%"
-            yield _row(case, metric, unit, value, {}, None, None, None, metric == "top-1", error=error)
+            yield (
+                _row(f"grid, {_where(report)}: {c['name']}", metric, value, error) | _label(report, c) | {"grid": True}
+            )
+
+
+def _where(report: dict[str, Any]) -> str:
+    every = "" if report["stride"] == 1 else f", every {report['stride']}th position"
+    return f"{report['model']}, {report['sequences']} sequences of {report['tokens']} tokens{every}"
+
+
+def _label(report: dict[str, Any], configuration: dict[str, Any]) -> dict[str, Any]:
+    """Parts of the case, for those who read it by machine."""
+    return {
+        "model": report["model"], "cache": configuration["name"], "bits": configuration["bits_per_element"],
+        "sequences": report["sequences"],
+    }  # fmt: skip
 
 
 def _metrics(overall: dict[str, Any]) -> dict[str, tuple[float, float | None]]:
@@ -261,21 +266,20 @@ def _metrics(overall: dict[str, Any]) -> dict[str, tuple[float, float | None]]:
 def _row(
     case: str,
     metric: str,
-    unit: str,
     ours: float,
-    others: dict[str, float],
-    judge: str | None,
-    must: float | None,
-    aim: float | None,
-    higher: bool,
+    error: float | None,
+    others: dict[str, float] | None = None,
     *,
-    error: float | None = None,
+    judge: str | None = None,
+    must: float | None = None,
+    aim: float | None = None,
 ) -> dict[str, Any]:
     """A row; without a baseline that judges, the criteria are about the value itself."""
     return {
-        "case": case, "metric": metric, "unit": unit, "ours": ours, "error": error, "baselines": others,
-        "ratio": ours / others[judge] if judge else ours, "must": must, "aim": aim,
-        "direction": "higher" if higher else "lower",
+        "case": case, "metric": metric, "unit": "nats" if metric.startswith("KLD") else "%",
+        "ours": ours, "error": error, "baselines": others or {},
+        "ratio": ours / others[judge] if judge and others else ours, "must": must, "aim": aim,
+        "direction": "lower" if metric.startswith("KLD") or metric == "perplexity change" else "higher",
     }  # fmt: skip
 
 
