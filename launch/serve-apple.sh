@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# From a fresh clone to a server on a Mac's GPU: SmolLM2-135M over the OpenAI API, K in 4 bits and V in 2.
+#
+#   ./launch/serve-apple.sh [MODEL] [options of `oscar serve`]   runs until Ctrl-C
+#
+# The packed SRFT cache (int4) is for generate() so far, not for this server: docs/apple.md.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+if [ "$(uname -s)" != Darwin ] || [ "$(uname -m)" != arm64 ]; then
+  die "this script is for Macs with Apple silicon, and this is $(uname -s) on $(uname -m). Use ./launch/quickstart.sh"
+fi
+install_oscar apple
+model=smollm2
+case "${1:-}" in
+  "" | -*) ;;
+  *) model="$1"; shift ;;
+esac
+say "starting the server (Ctrl-C stops it)"
+exec "$venv/bin/oscar" serve "$model" --device mps --kv-cache-dtype oscar_k4v2 "$@"
