@@ -35,6 +35,18 @@ def evaluate(
     ] = None,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences to compare on.")] = 16,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens in each.")] = 2048,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Ablations instead: calibrate and compare variants, one thing at a time.")
+    ] = False,
+    axis: Annotated[
+        list[str] | None, typer.Option(help="With --grid, what to vary, such as rotation or clip; default: everything.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Stop after so many of the sequences.")] = None,
+    stride: Annotated[int, typer.Option(min=1, help="Compare every so many positions.")] = 1,
+    state: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Folder to keep results in: a later run computes only what is missing."),
+    ] = None,
     device: Annotated[str, typer.Option(help="Where the model runs, such as cpu, cuda or mps.")] = "cpu",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Type that the model computes in.")
@@ -52,9 +64,21 @@ def evaluate(
     from oscar_serving.evaluation import configuration as kinds
     from oscar_serving.evaluation.model import EvaluatedModel
     from oscar_serving.evaluation.run import evaluate as run
+    from oscar_serving.evaluation.run import evaluate_grid
 
+    if axis and not grid:
+        raise typer.BadParameter("--axis belongs to --grid")
     folder = resolve_model(model)
     judged = EvaluatedModel.load(folder, dtype=getattr(torch, dtype), device=device)
+    if grid:
+        varied = {"axes": axis} if axis else {}
+        with bars() as progress:
+            report = evaluate_grid(
+                judged, text or (), out, sequences=sequences, tokens=tokens, limit=limit, stride=stride, state=state,
+                progress=progress, **varied,
+            )  # fmt: skip
+        show(report)
+        return
     calibrated = Artifact.load(find_artifact(folder, artifact))
     calibrated.check_model(judged.config)
     chosen = kinds.baselines(judged.config, calibrated.config) if baselines else []
@@ -68,6 +92,9 @@ def evaluate(
             out,
             sequences=sequences,
             tokens=tokens,
+            limit=limit,
+            stride=stride,
+            state=state,
             progress=lambda _, done, of: progress("evaluating", done, of),
         )
     show(report)

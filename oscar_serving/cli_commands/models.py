@@ -18,18 +18,16 @@ def resolve_model(model: str) -> Path:
     ValueError
         Neither a folder with a ``config.json`` nor a known name.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from oscar_serving.models import KNOWN_MODELS, get_model
 
-    disable_progress_bar()  # one a tensor file, between the lines that the commands print
-    if model in KNOWN_MODELS:
-        return get_model(model, progress=_say)
     folder = Path(model).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
-    known = ", ".join(sorted(KNOWN_MODELS))
-    raise ValueError(f"model {model!r}: neither a known name ({known}) nor a folder with a config.json")
+    if model not in KNOWN_MODELS and not (folder / "config.json").is_file():
+        known = ", ".join(sorted(KNOWN_MODELS))
+        raise ValueError(f"model {model!r}: neither a known name ({known}) nor a folder with a config.json")
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # one a tensor file, between the lines that the commands print
+    return get_model(model, progress=_say) if model in KNOWN_MODELS else folder
 
 
 def _say(step: str) -> None:

@@ -86,6 +86,7 @@ def serve(
     log_format: Annotated[Literal["text", "json"], typer.Option(help="How to log it, on standard error.")] = "text",
 ) -> None:
     """Serve MODEL over the OpenAI API on a 2-bit KV cache."""
+    folder = resolve_model(model)  # before the heavy imports: a wrong name is told at once
     from oscar_serving.engines.hf import Engine, EngineOptions
     from oscar_serving.server import ServerSettings, bind, run_server
 
@@ -109,7 +110,6 @@ def serve(
         threads=threads,
         model_id=names[0],
     )
-    folder = resolve_model(model)
     settings = ServerSettings(
         host=host,
         port=port,

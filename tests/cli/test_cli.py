@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from oscar_serving import __version__
 from oscar_serving.cli import app
+from oscar_serving.cli_commands.models import resolve_model
 from oscar_serving.cli_commands.serve import serve
 from oscar_serving.cli_commands.sizes import format_size, parse_size
 from oscar_serving.engines.hf import EngineOptions
@@ -89,17 +90,19 @@ def test_bad_options_of_serve_are_refused_before_anything_is_loaded(options: tup
 
 
 @pytest.mark.parametrize("model", ["no-such-model", "../../../etc", "/etc/passwd", ""])
-def test_unknown_model_is_one_line(model: str) -> None:
-    command = [sys.executable, "-m", "oscar_serving", "serve", model, "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_unknown_model(model: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"model {model!r}")):
+        resolve_model(model)
+
+
+def test_error_is_one_line_unless_asked() -> None:
+    command = [sys.executable, "-m", "oscar_serving"]
+    done = subprocess.run([*command, "serve", "no-such-model"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: model {model!r}")
-    assert "smollm2" in done.stderr
+    assert done.stderr.startswith("error: model 'no-such-model': neither a known name (")
     assert len(done.stderr.strip().splitlines()) == 1
-    assert (
-        "Traceback"
-        in subprocess.run([*command[:3], "--traceback", *command[3:]], capture_output=True, text=True).stderr
-    )
+    done = subprocess.run([*command, "--traceback", "serve", "no-such-model"], capture_output=True, text=True)
+    assert "Traceback" in done.stderr
 
 
 def defaults(function: Callable[..., None]) -> dict[str, Any]:

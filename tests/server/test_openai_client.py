@@ -94,6 +94,9 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI) -> None:
 def test_metrics_show_what_was_saved(client: openai.OpenAI) -> None:
     url = str(client.base_url).removesuffix("v1/")
     text = httpx.get(f"{url}metrics", headers={"Authorization": "Bearer secret"}).text
-    saved = float(text.split("oscar_saved_bytes{")[1].split("} ")[1].split()[0])
-    assert saved >= 0
+    saved, plain, cached = (
+        float(text.split(f"oscar_{name}_bytes{{")[1].split("} ")[1].split()[0]) for name in ("saved", "bf16", "cached")
+    )
+    assert saved == plain - cached
+    assert plain > 0
     assert 'oscar_tier_bytes{model_name="smollm2",tier="int2"}' in text
