@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oscar_kernels.triton.decode import Windows
-from oscar_kernels.triton.store import Transform, slots, store
-from oscar_serving.codec import PageLayout, dequantize, pack, quantize, unpack
+from oscar_kernels.triton.store import Transform, slots, split_rotation, store
+from oscar_serving.codec import PageLayout, pack, quantize
 from oscar_serving.config import OscarConfig
 from tests.kernels_triton.cache import DEVICE
 
@@ -79,30 +81,91 @@ def test_same_bytes_as_the_codec(head_dim: int, groups: int, k_bits: int, v_bits
     assert torch.equal(windows.cpu().nan_to_num(7.0), window_want.nan_to_num(7.0))
 
 
-@settings(max_examples=3, deadline=None)
-@given(st.sampled_from(["tf32", "ieee", "fp16"]), st.sampled_from([16, 64]), st.sampled_from([1, 2]))
-def test_rotates_and_centers(precision: str, block: int, tiles: int) -> None:
-    torch.manual_seed(1)
-    layout = PageLayout(64, OscarConfig(page_size=32))
-    pages = torch.zeros(3, HEADS, layout.head_bytes, dtype=torch.uint8, device=DEVICE)
-    windows = torch.zeros(5, 2, HEADS, 16, 64, dtype=torch.float32, device=DEVICE)
-    k, v = torch.randn(40, HEADS, 64, device=DEVICE), torch.randn(40, HEADS, 64, device=DEVICE)
-    slot = torch.arange(40, device=DEVICE) + 32
-    rotation = torch.linalg.qr(torch.randn(2, HEADS, 64, 64))[0].contiguous().to(DEVICE)
-    mean, one = torch.randn(2, HEADS, 64, device=DEVICE), torch.ones(HEADS, device=DEVICE)
-    sides = [Transform(rotation[i], mean[i], one, one) for i in range(2)]
+def stored(
+    tokens: int, rotation: Tensor, mean: Tensor | None, k: Tensor, v: Tensor, **options: Any
+) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+    """Quantized rows (read back) and their window rows of K and V, all tokens written to both stores."""
+    layout = PageLayout(d := k.shape[-1], OscarConfig(page_size=32))
+    pages = torch.zeros(tokens // 32 + 2, HEADS, layout.head_bytes, dtype=torch.uint8, device=DEVICE)
+    windows = torch.zeros(tokens // 16 + 2, 2, HEADS, 16, d, dtype=torch.float32, device=DEVICE)
+    slot = torch.arange(tokens, device=DEVICE) + 32
+    one = torch.ones(HEADS, device=DEVICE)
+    sides = [Transform(rotation[i], None if mean is None else mean[i], one, one) for i in range(2)]
     store(
-        k, v, layout.views(pages), Windows(windows[:, 0], windows[:, 1], slot.int()), slot, slot - 16, *sides,
-        precision=precision, block=block, tiles=tiles,
-    )  # fmt: skip
+        k, v, layout.views(pages), Windows(windows[:, 0], windows[:, 1], slot.int()), slot, slot - 16, *sides, **options
+    )
     views = layout.views(pages)
-    for i, (x, codes, meta) in enumerate(((k, views.k_codes, views.k_meta), (v, views.v_codes, views.v_meta))):
-        want = torch.einsum("thd,hde->the", x - mean[i], rotation[i])
-        near = windows[(slot - 16) // 16, i, :, (slot - 16) % 16]
-        assert (near - want).norm() / want.norm() < 2e-3
-        read = dequantize(unpack(codes[slot // 32, :, slot % 32], 2), meta[slot // 32, :, slot % 32])
-        own = quantize(near, 2, 64)
-        assert (read != dequantize(*own)).float().mean() < 2e-3
+    near = [windows[(slot - 16) // 16, i, :, (slot - 16) % 16] for i in range(2)]
+    sections = ((views.k_codes, views.k_meta), (views.v_codes, views.v_meta))
+    return [(c[slot // 32, :, slot % 32], m[slot // 32, :, slot % 32]) for c, m in sections], near
+
+
+def rotations(d: int = 64) -> Tensor:
+    return torch.linalg.qr(torch.randn(2, HEADS, d, d))[0].contiguous().to(DEVICE)
+
+
+FORMS = ["tf32", "ieee", "two parts", "one part", "float16"]
+
+
+def check_rotated(form: str, d: int, tokens: int, **options: Any) -> None:
+    """The rotated rows in the window store, and the codec's bytes for these rows in the pages."""
+    torch.manual_seed(1)
+    rotation, mean = rotations(d), torch.randn(2, HEADS, d, device=DEVICE) * 4
+    k, v = (torch.randn(tokens, HEADS, d, device=DEVICE) + m for m in mean)
+    taken, tolerance = rotation, 2e-3
+    if form in ("tf32", "ieee"):
+        options["precision"] = form
+    else:
+        k, v = k.bfloat16(), v.bfloat16()
+        kind = torch.float16 if form == "float16" else torch.bfloat16
+        taken = torch.stack([split_rotation(r, kind, 2 if form == "two parts" else 1) for r in rotation])
+        tolerance = {"two parts": 1e-5, "one part": 4e-3, "float16": 5e-4}[form]
+    read, near = stored(tokens, taken, mean, k, v, **options)
+    for i, (x, (codes, meta)) in enumerate(zip((k, v), read, strict=True)):
+        want = torch.einsum("thd,hde->the", x.float() - mean[i], rotation[i])
+        assert (near[i] - want).norm() / want.norm() < tolerance
+        own = quantize(near[i], 2, d)
+        assert torch.equal(codes, pack(own.codes, 2))
+        assert torch.equal(meta.view(torch.int16), own.meta.view(torch.int16))
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.sampled_from(FORMS), st.sampled_from([16, 64]), st.integers(1, 3))
+def test_rotates_and_centers(form: str, block: int, tiles: int) -> None:
+    check_rotated(form, 64, 70, block=block, tiles=tiles)
+
+
+@pytest.mark.parametrize("form", ["tf32", "two parts"])
+@pytest.mark.parametrize("d", [80, 192, 256])
+def test_rotates_heads_of_other_sizes(form: str, d: int) -> None:
+    """80: padded planes; 192 and 256: the matrix in pieces."""
+    check_rotated(form, d, 20)
+
+
+def test_odd_tokens_do_not_reach_their_neighbours() -> None:
+    """Infinite and NaN tokens beside ordinary ones, in the tiles that take the careful path and in others."""
+    torch.manual_seed(2)
+    rotation = torch.stack([split_rotation(r, torch.bfloat16) for r in rotations()])
+    k = torch.randn(2, 130, HEADS, 64, device=DEVICE).bfloat16()
+    odd = k.clone()
+    odd[:, 3, 0, 5], odd[:, 7, :, 9], odd[:, 70, 1] = float("nan"), float("inf"), 3e38
+    tidy, _ = stored(130, rotation, None, k[0], k[1], block=64, tiles=2)
+    read, near = stored(130, rotation, None, odd[0], odd[1], block=64, tiles=2)
+    same = torch.ones(130, HEADS, dtype=torch.bool)
+    same[3, 0] = same[7] = same[70, 1] = False
+    for i in range(2):
+        for got, want in zip(read[i], tidy[i], strict=True):
+            assert torch.equal(got[same].float(), want[same].float())
+        own = quantize(near[i], 2, 64)
+        assert torch.equal(read[i][0], pack(own.codes, 2))
+    assert torch.isnan(near[0][3, 0]).all()
+
+
+def test_a_split_rotation_of_another_type_is_refused() -> None:
+    rotation = torch.stack([split_rotation(r, torch.bfloat16) for r in rotations()])
+    k = torch.zeros(4, HEADS, 64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"bfloat16 does not serve tokens in torch\.float32"):
+        stored(4, rotation, None, k, k)
 
 
 @pytest.mark.parametrize("ring", [0, 24])
