@@ -21,8 +21,8 @@ from benchmarks.result import RESULTS, write_result
 from oscar_serving import models
 from oscar_serving.calibration import texts as calibration_texts
 from oscar_serving.codec.srft_int4 import SrftConfig
-from oscar_serving.engines.apple import SRFTInt4Cache, calibrate, use_packed_attention
-from oscar_serving.engines.apple.cache import cache_argument
+from oscar_serving.engines.apple import SRFTInt4Cache, use_packed_attention
+from oscar_serving.engines.apple.cache import cache_argument, capture, factors_of
 from oscar_serving.evaluation.texts import read_texts, sequences
 
 #: Case → settings, and whether per-channel factors are calibrated.
@@ -58,13 +58,14 @@ def measure(folder: Path, count: int, tokens: int) -> list[dict[str, Any]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     use_packed_attention(model)
-    calibration, _ = calibration_texts.sequences(tokenizer, [("docstrings", calibration_texts.docstrings())], 2048, 512)
+    calibration, _ = calibration_texts.sequences(tokenizer, [("docstrings", calibration_texts.docstrings())], 1024, 512)
+    captured = capture(model, torch.stack(calibration))
     evaluated = [torch.as_tensor(s) for s in sequences(tokenizer, read_texts([]), count=count, tokens=tokens)[0]]
     exact = [log_probabilities(model, ids, DynamicCache(config=model.config)) for ids in evaluated]
     baseline = float(torch.tensor([loss(p, ids) for p, ids in zip(exact, evaluated, strict=True)]).mean().exp())
     rows = []
     for case, (config, factors) in CASES.items():
-        found = calibrate(model, torch.stack(calibration), config) if factors else None
+        found = factors_of(captured, config) if factors else None
         losses, divergences, bits = [], [], 0.0
         for ids, expected in zip(evaluated, exact, strict=True):
             cache = SRFTInt4Cache(model.config, config, found)
@@ -88,7 +89,9 @@ def measure(folder: Path, count: int, tokens: int) -> list[dict[str, Any]]:
                 }
             )  # fmt: skip
         divergence = sum(divergences) / count
-        print(f"{name}: perplexity {perplexity:.3f} (exact {baseline:.3f}), KL {divergence:.5f}, {bits} bits", flush=True)
+        print(
+            f"{name}: perplexity {perplexity:.3f} (exact {baseline:.3f}), KL {divergence:.5f}, {bits} bits", flush=True
+        )
     return rows
 
 

@@ -97,8 +97,29 @@ def cache_argument(function: Callable[..., Any]) -> str:
 
 
 @torch.no_grad()
+def capture(model: PreTrainedModel, input_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """K and V ``[batch, heads, tokens, d]`` of every layer, after RoPE and QK norm, as a cache would hold them."""
+    cache = DynamicCache(config=model.config)
+    model(input_ids, **{cache_argument(model.forward): cache}, use_cache=True, logits_to_keep=1)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def factors_of(captured: list[tuple[Tensor, Tensor]], config: SrftConfig) -> Factors:
+    """Per-channel factors of every layer from what :func:`capture` returns."""
+    found: Factors = []
+    for keys, values in captured:
+        matrix = config.matrix(keys.shape[-1])
+        found.append(
+            (
+                calibrate_factors(keys, matrix, config.k_bits, config.group_size),
+                calibrate_factors(values, matrix, config.v_bits, config.group_size),
+            )
+        )
+    return found
+
+
 def calibrate(model: PreTrainedModel, input_ids: Tensor, config: SrftConfig) -> Factors:
-    """Per-channel factors of every layer from K and V (after RoPE and QK norm) of calibration tokens.
+    """Per-channel factors of every layer from calibration tokens.
 
     Parameters
     ----------
@@ -107,15 +128,4 @@ def calibrate(model: PreTrainedModel, input_ids: Tensor, config: SrftConfig) -> 
     input_ids
         int64 ``[batch, tokens]``, text that is not evaluated on.
     """
-    cache = DynamicCache(config=model.config)
-    model(input_ids, **{cache_argument(model.forward): cache}, use_cache=True, logits_to_keep=1)
-    found: Factors = []
-    for layer in cache.layers:
-        matrix = config.matrix(layer.keys.shape[-1])
-        found.append(
-            (
-                calibrate_factors(layer.keys, matrix, config.k_bits, config.group_size),
-                calibrate_factors(layer.values, matrix, config.v_bits, config.group_size),
-            )
-        )
-    return found
+    return factors_of(capture(model, input_ids), config)
