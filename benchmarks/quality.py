@@ -2,10 +2,11 @@
 
 ::
 
-    python -m benchmarks.texts texts python -m benchmarks.quality fidelity smollm2 --texts texts --state state     #
-    hours on two cores; goes on if stopped python -m benchmarks.quality retrieval smollm2 --texts texts --state state
-    python -m benchmarks.quality grid smollm2 --texts texts --state state python -m benchmarks.quality write --state
-    state                              # benchmarks/results/quality*-<date>.json
+    python -m benchmarks.texts texts
+    python -m benchmarks.quality fidelity smollm2 --texts texts --state state     # hours on two cores; can be resumed
+    python -m benchmarks.quality retrieval smollm2 --texts texts --state state
+    python -m benchmarks.quality grid smollm2 --texts texts --state state
+    python -m benchmarks.quality write --state state          # benchmarks/results/quality*-<date>.json
 
 Each step leaves a JSON file in the state folder; ``write`` makes rows of all of them.
 """
