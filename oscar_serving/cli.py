@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from oscar_serving.cli_commands import bench, calibrate, doctor, evaluate, import_zoo, inspect, models, plan, serve
+from oscar_serving.cli_commands import (
+    bench,
+    calibrate,
+    doctor,
+    evaluate,
+    evaluate_tasks,
+    import_zoo,
+    inspect,
+    models,
+    plan,
+    serve,
+)
 from oscar_serving.version import __version__
 
 app = typer.Typer(
@@ -26,6 +37,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("eval")(evaluate.evaluate)
+app.command("eval-tasks")(evaluate_tasks.evaluate_tasks)
 app.command("import-zoo")(import_zoo.import_zoo)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)

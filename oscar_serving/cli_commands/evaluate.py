@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from oscar_serving.evaluation.run import Report
+    from oscar_serving.evaluation.report import Report
 
 
 def evaluate(
@@ -62,6 +62,7 @@ def evaluate(
     from oscar_serving.cli_commands.models import resolve_model
     from oscar_serving.cli_commands.progress import bars
     from oscar_serving.evaluation import configuration as kinds
+    from oscar_serving.evaluation.grid import AXES
     from oscar_serving.evaluation.model import EvaluatedModel
     from oscar_serving.evaluation.run import evaluate as run
     from oscar_serving.evaluation.run import evaluate_grid
@@ -71,11 +72,10 @@ def evaluate(
     folder = resolve_model(model)
     judged = EvaluatedModel.load(folder, dtype=getattr(torch, dtype), device=device)
     if grid:
-        varied = {"axes": axis} if axis else {}
         with bars() as progress:
             report = evaluate_grid(
                 judged, text or (), out, sequences=sequences, tokens=tokens, limit=limit, stride=stride, state=state,
-                progress=progress, **varied,
+                progress=progress, axes=axis or AXES,
             )  # fmt: skip
         show(report)
         return

@@ -168,6 +168,8 @@ def evaluate_grid(
     config: OscarConfig | None = None,
     sequences: int = 4,
     tokens: int = 2048,
+    limit: int | None = None,
+    stride: int = 1,
     state: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -196,7 +198,7 @@ def evaluate_grid(
     grid = Grid(judged, found[:-held_out], found[-held_out:], config, progress)
     return evaluate(
         judged, list(grid.configurations(axes)), texts, out,
-        sequences=sequences, tokens=tokens, state=state, progress=progress,
+        sequences=sequences, tokens=tokens, limit=limit, stride=stride, state=state, progress=progress,
     )  # fmt: skip
 
 
