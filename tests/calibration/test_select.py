@@ -177,7 +177,7 @@ def test_presets(preset: str) -> None:
     made = calibrate_model(model, tiny_tokens(2, 60), recipe=PRESETS[preset], config=CONFIG)
     transform = made.layers[0]
     shared = torch.equal(transform.k_rotation[0], transform.k_rotation[1])
-    assert shared == (preset != "default")
+    assert shared == (preset not in ("default", "oscar"))  # these two rotate head by head
     assert (made.quantile_clip == (0.96, 0.92)) == (preset == "paper")
     if preset == "paper":
         made.check_model(model.config, serving=False)
