@@ -16,7 +16,7 @@ TOKENIZER = byte_tokenizer()
 @settings(max_examples=60, deadline=None)
 @given(
     prompt=st.text(max_size=8),
-    text=st.text(alphabet=st.characters(exclude_characters=REPLACEMENT), max_size=40),
+    text=st.text(alphabet=st.characters(codec="utf-8", exclude_characters=REPLACEMENT), max_size=40),
 )
 def test_text_arrives_whole_and_without_split_characters(prompt: str, text: str) -> None:
     decoder = IncrementalDecoder(TOKENIZER, list(prompt.encode()))
