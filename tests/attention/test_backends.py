@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -282,6 +285,30 @@ def test_long_scores_do_not_overflow(backend: AttentionBackend) -> None:
     out = torch.cat([world.step(backend, [c])[0] for c in (40, 1, 23)])
     assert torch.isfinite(out).all()
     assert_close(out, world.expected(0, 0, 64), 1e-3)
+
+
+@each_backend
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is reserved but not there")
+def test_offsets_beyond_32_bits(backend: AttentionBackend) -> None:
+    """Pages more than 2**31 bytes, and window pages more than 2**31 elements, into their stores."""
+
+    def reserve(size: int) -> mmap.mmap:
+        no_reserve = 0x4000  # MAP_NORESERVE, which the module does not know before Python 3.13
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+
+    case = Case(OscarConfig(sink=4, recent=8, page_size=16, window_dtype="float16"), PLAIN, 1, 2, 64)
+    world = World(case, [40])
+    pages, windows, far = world.layer.pages, world.layer.windows, 2**31 + 4096
+    store = torch.frombuffer(reserve(4 * far), dtype=torch.uint8)
+    window_store = torch.frombuffer(reserve(8 * far), dtype=torch.float16)
+    world.layer = replace(
+        world.layer,
+        pages=store.as_strided(pages.shape, (far, pages.stride(1), 1)),
+        windows=window_store.as_strided(windows.shape, (far, *windows.stride()[1:])),
+    )
+    for count in (20, 18, 1, 1):
+        start = world.done[0]
+        assert_close(world.step(backend, [count])[0], world.expected(0, start, start + count))
 
 
 class LargestTensor(TorchDispatchMode):

@@ -26,12 +26,12 @@ def small_pool(**options: Any) -> Engine:
 
 def test_fifty_long_requests_on_a_tiny_pool_are_all_right() -> None:
     prompts = [prompt_of(40 + 3 * i, seed=i) for i in range(50)]
-    options: dict[str, Any] = {"max_tokens": 70, "ignore_eos": True, "logprobs": 0}
+    options: dict[str, Any] = {"max_tokens": 50, "ignore_eos": True, "logprobs": 0}
     expected = [run(make_engine(), [prompt], **options)[0] for prompt in prompts[::7]]
     engine = small_pool()
     results = run(engine, prompts, **options)
-    assert engine.stats().preemptions > 10
-    assert all(len(result.token_ids) == 70 for result in results)
+    assert engine.stats().preemptions >= 5
+    assert all(len(result.token_ids) == 50 for result in results)
     for alone, crowded in zip(expected, results[::7], strict=True):
         assert alone.token_ids == crowded.token_ids
         assert (alone.logprobs - crowded.logprobs).abs().mean() < 1e-3
