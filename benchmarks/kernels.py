@@ -1,7 +1,8 @@
-"""Kernels beside the best BF16 kernel on one GPU: decode and store.
+"""Kernels beside the best BF16 kernel on one GPU: decode, store, and prefill behind a history.
 
     python -m benchmarks.kernels                 the table of docs/kernels.md, and the result file
     python -m benchmarks.kernels --variants      also several configurations of the Triton kernels
+    python -m benchmarks.kernels --only store    rows whose name has one of these words (or implementations of decode)
     python -m benchmarks.kernels --tune          write the best configuration of each shape to the tuning file
 
 Times are medians over replays of a CUDA graph that walks several input sets, together larger than the L2 cache.
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_data import Decode, Shape
+from benchmarks.kernel_prefill import prefill_rows
 from benchmarks.result import RESULTS, write_result
 from oscar_kernels.triton.config import DecodeConfig, decode_config, save_tuned, tuning_key
 from oscar_kernels.triton.decode import decode, plan, rotate_query, workspace_size
-from oscar_kernels.triton.store import Transform, store
+from oscar_kernels.triton.store import Transform, split_rotation, store
 
 Run = Callable[[], object]
 
@@ -61,6 +63,20 @@ VARIANTS: dict[str, DecodeConfig] = {
     "plain-unpack": DecodeConfig(packed=False),
     "pdl": DecodeConfig(pdl=True),
 }
+#: Form of the rotation, and tiling. The first is the default.
+STORE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "store": ("two parts", {}),
+    "two parts 64x2": ("two parts", {"tiles": 2}),
+    "two parts 64x4": ("two parts", {"tiles": 4}),
+    "two parts 64x16": ("two parts", {"tiles": 16}),
+    "two parts 128x4": ("two parts", {"block": 128, "tiles": 4, "warps": 8}),
+    "one part 64x4": ("one part", {"tiles": 4}),
+    "one part 64x8": ("one part", {"tiles": 8}),
+    "one part 128x4": ("one part", {"block": 128, "tiles": 4, "warps": 8}),
+    "float16 64x4": ("float16", {"tiles": 4}),
+    "float16 64x8": ("float16", {"tiles": 8}),
+    "tf32 64x8": ("tf32", {}),
+}
 SETS_BYTES = 256 << 20
 ERROR_LIMIT = 5e-3
 
@@ -82,7 +98,7 @@ def measure(runs: list[Run], target_s: float = 0.15) -> float:
     times: list[float] = []
     deadline = time.perf_counter() + target_s
     while len(times) < 7 or (time.perf_counter() < deadline and len(times) < 200):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
@@ -94,6 +110,11 @@ def measure(runs: list[Run], target_s: float = 0.15) -> float:
 def sets_for(bytes_: int) -> int:
     """How many input sets exceed the L2 cache several times."""
     return max(1, min(64, -(-SETS_BYTES // max(1, bytes_))))
+
+
+def wanted(only: str, *names: str) -> bool:
+    """Whether ``--only`` is empty or one of its words is in one of the names."""
+    return not only or any(word.strip() in name for word in only.split(",") for name in names)
 
 
 def error_of(out: Tensor, data: Decode) -> float:
@@ -202,6 +223,8 @@ def decode_rows(args: argparse.Namespace, device: torch.device, bandwidth: float
     if not flash:
         print("FA3: not measured, vllm is not installed")
     for case in CASES:
+        if not wanted(args.only, case.name, "triton", "cuda"):
+            continue
         data = [Decode.make(shape, case.batch, case.length, device, 0)]
         sets = sets_for(data[0].int_bytes + data[0].window_bytes)
         data += [Decode.make(shape, case.batch, case.length, device, i) for i in range(1, sets)]
@@ -219,7 +242,7 @@ def decode_rows(args: argparse.Namespace, device: torch.device, bandwidth: float
                 makers[f"triton {name}"] = partial(triton_run, config=config)
         ours: dict[str, float] = {}
         for name, maker in makers.items():
-            if args.only and not any(word in name for word in args.only.split(",")):
+            if not wanted(args.only, case.name, name):
                 continue
             try:
                 pairs = [maker(d) for d in data]
@@ -287,23 +310,27 @@ def store_rows(args: argparse.Namespace, device: torch.device) -> list[dict[str,
     slot = page[position // shape.page_size] * shape.page_size + position % shape.page_size
     wpage = data.windows.table[0].long()[position // shape.window_page]
     wslot = torch.where(wpage > 0, wpage * shape.window_page + position % shape.window_page, -1)
-    side = Transform(data.rotation, None, data.ones * 0.9, data.ones)
-    times: dict[str, float] = {}
-    options: dict[str, dict[str, Any]] = {"store": {}}
-    if args.variants:
-        for precision in ("tf32", "fp16"):
-            for block, tiles in ((64, 1), (64, 4), (128, 1), (128, 2), (128, 4)):
-                option = {"precision": precision, "block": block, "tiles": tiles}
-                options[f"store {precision} {block}x{tiles}"] = option
+    forms = {
+        "two parts": split_rotation(data.rotation, torch.bfloat16),
+        "one part": split_rotation(data.rotation, torch.bfloat16, 1),
+        "float16": split_rotation(data.rotation, torch.float16, 1),
+        "tf32": data.rotation,
+    }
     baseline = measure([copy])
     print(f"{'store, 16K tokens':24} {'copy of K and V':20} {baseline * 1e6:9.1f} us", flush=True)
-    for name, kwargs in options.items():
+    times: dict[str, float] = {}
+    variants = list(STORE_VARIANTS.items())
+    for name, (form, options) in variants if args.variants else variants[:1]:
+        side = Transform(forms[form], None, data.ones * 0.9, data.ones)
         try:
-            times[name] = measure([partial(store, k, v, data.views, data.windows, slot, wslot, side, side, **kwargs)])
+            times[name] = measure([partial(store, k, v, data.views, data.windows, slot, wslot, side, side, **options)])
         except Exception as problem:
             print(f"{name} failed: {str(problem).splitlines()[0][:150]}", flush=True)
             continue
         print(f"{'store, 16K tokens':24} {name:20} {times[name] * 1e6:9.1f} us", flush=True)
+    side = Transform(forms["two parts"], None, data.ones * 0.9, data.ones)
+    few = measure([partial(store, k[:32], v[:32], data.views, data.windows, slot[:32], wslot[:32], side, side)])
+    print(f"{'store, 32 tokens':24} {'store':20} {few * 1e6:9.1f} us", flush=True)
     if "store" not in times:
         return []
     return [
@@ -333,7 +360,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", action="store_true", help="several configurations of each kernel")
     parser.add_argument("--tune", action="store_true", help="write the best configuration to the tuning file")
-    parser.add_argument("--only", default="", help="implementations whose name contains one of these words")
+    parser.add_argument("--only", default="", help="rows, and kernels of decode, whose name has one of the words")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -342,13 +369,19 @@ def main() -> None:
     torch.manual_seed(0)
     bandwidth = copy_bandwidth(device)
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s", flush=True)
-    rows = decode_rows(args, device, bandwidth) + store_rows(args, device)
+    rows = decode_rows(args, device, bandwidth)
+    if wanted(args.only, "store, 16K tokens"):
+        rows += store_rows(args, device)
+    if wanted(args.only, "prefill, 16K new over 84K history"):
+        rows += prefill_rows(device)
     print(f"\n{'case':26} {'ours':>9} {'FA3/copy':>9} {'ratio':>6} {'must':>5} {'aim':>5}")
     for row in rows:
         base = row["ours"] / row["ratio"] if row["ratio"] else float("nan")
         ratio = row["ratio"] or float("nan")
         print(f"{row['case']:26} {row['ours']:9.1f} {base:9.1f} {ratio:6.3f} {row['must']:5.2f} {row['aim']:5.2f}")
-    print(write_result("kernels", rows, torch.cuda.get_device_name(), args.out))
+    # Part of the table is another result: it does not replace the whole.
+    name = "-".join(["kernels", *(word.strip().replace(" ", "") for word in args.only.split(",") if word)])
+    print(write_result(name, rows, torch.cuda.get_device_name(), args.out))
 
 
 if __name__ == "__main__":

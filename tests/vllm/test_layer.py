@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from oscar_serving.attention import AttentionSpec
+from oscar_serving.attention.history import plan_groups
 from oscar_serving.attention.reference import reference_attention
 from oscar_serving.codec import PageLayout
 from oscar_serving.config import OscarConfig
 from oscar_serving.engines.vllm.flash import TorchFlash
-from oscar_serving.engines.vllm.history import plan_groups
 from oscar_serving.engines.vllm.layer import CachedLayer
 from oscar_serving.engines.vllm.options import INT2_BLOCK, WINDOW_BLOCK
 from oscar_serving.engines.vllm.scratch import LayerShape, Scratch
@@ -46,7 +46,11 @@ class Rig:
         self.spec = AttentionSpec(d**-0.5, softcap)
         self.sinks = torch.randn(HEADS * RATIO) if sinks else None
         layout = PageLayout(d, config)
-        self.layer = CachedLayer(nn.Module(), layout, self.transform, self.spec, self.sinks)
+        torch.set_default_dtype(torch.bfloat16)  # as vLLM builds the layers of a bfloat16 model
+        try:
+            self.layer = CachedLayer(nn.Module(), layout, self.transform, self.spec, self.sinks)
+        finally:
+            torch.set_default_dtype(torch.float32)
         self.layer.portable = not kernels
         self.layer.flash = TorchFlash()
         pages = sum(-(-n // INT2_BLOCK) for n in lengths) + 1

@@ -44,7 +44,7 @@ def gather(
     longest
         At least the longest stretch.
     k_out, v_out
-        16-bit ``[rows, Hkv, d]``, same strides.
+        ``[rows, Hkv, d]``, same strides.
     near
         Read the window store wherever it has the token; otherwise for sink tokens only.
     """
@@ -81,21 +81,31 @@ def attend_near(
     *,
     out: Tensor,
     lse: Tensor,
-    recent: int,
+    recent: int | None,
     scale: float,
     softcap: float | None = None,
+    sink: int = 0,
+    causal: bool = False,
+    sliding_window: int | None = None,
+    resume: bool = False,
 ) -> None:
-    """Attend to the stretch of keys right before each request's new tokens.
+    """Attend to a stretch of keys of each request, which may be read in two ways.
 
     Parameters
     ----------
     q
-        16-bit ``[T, Hq, d]``, model space; row ``i`` of request ``r`` has position ``context[r] + i``.
+        ``[T, Hq, d]``, model space; row ``i`` of request ``r`` has position ``context[r] + i``.
     near, far
-        K and V of the stretch, 16-bit ``[rows, Hkv, d]``, as keys within ``recent`` of the query and as other keys are
-        read; without ``far`` the other keys are not seen.
+        K and V of the stretch ``[rows, Hkv, d]`` in the type of ``q``, as keys within ``recent`` of the query or below
+        ``sink`` and as other keys are read; without ``far`` the other keys are not seen.
     out, lse
         ``[T, Hq, d]``, and float32 ``[Hq, T]`` (natural logarithm, -inf where nothing is seen).
+    recent
+        ``None``: every key is near.
+    causal, sliding_window
+        Hide keys behind the query; show a query the last so many positions only, its own included.
+    resume
+        Add to the attention that ``out`` and ``lse`` hold.
     """
     tokens, query_heads, d = q.shape
     k, v = near
@@ -106,6 +116,7 @@ def attend_near(
     near_kernel[(triton.cdiv(longest_query, block_m), context.shape[0], query_heads)](
         q, k_far, v_far, k, v, query_start, context, starts, cu_keys, out, lse, query_heads // k.shape[1], tokens,
         scale * LOG2E, (softcap or 0.0) * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        out.stride(0), out.stride(1), HEAD=d, DP=max(16, triton.next_power_of_2(d)), RECENT=recent, FAR=far is not None,
-        SOFTCAP=softcap is not None, BM=block_m, BN=block_n, num_warps=4, num_stages=2,
+        out.stride(0), out.stride(1), HEAD=d, DP=max(16, triton.next_power_of_2(d)),
+        RECENT=1 << 30 if recent is None else recent, SINK=sink, FAR=far is not None, SOFTCAP=softcap is not None,
+        CAUSAL=causal, SLIDING=sliding_window or 0, RESUME=resume, BM=block_m, BN=block_n, num_warps=4, num_stages=2,
     )  # fmt: skip

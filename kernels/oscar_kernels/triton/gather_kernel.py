@@ -105,13 +105,14 @@ def gather_kernel(
 def near_kernel(
     q, k_far, v_far, k_near, v_near, query_start, context, starts, cu_keys, out, lse,
     ratio, tokens, scale_log2, softcap_log2, q_token, q_head, kv_token, kv_head, out_token, out_head,
-    HEAD: tl.constexpr, DP: tl.constexpr, RECENT: tl.constexpr, FAR: tl.constexpr, SOFTCAP: tl.constexpr,
+    HEAD: tl.constexpr, DP: tl.constexpr, RECENT: tl.constexpr, SINK: tl.constexpr, FAR: tl.constexpr,
+    SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, SLIDING: tl.constexpr, RESUME: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the new tokens of each request to the stretch of keys right before them.
+    """Attend from the new tokens of each request to a stretch of keys.
 
-    A key within ``RECENT`` of the query is read from ``*_near``, another from ``*_far`` (not at all without ``FAR``).
-    Grid ``(longest query / BM, requests, query heads)``.
+    A key within ``RECENT`` of the query or below ``SINK`` is read from ``*_near``, another from ``*_far`` (not at all
+    without ``FAR``). ``RESUME`` adds to what ``out`` and ``lse`` hold. Grid ``(longest query / BM, requests, heads)``.
     """
     request = tl.program_id(1)
     q_index = tl.program_id(2)
@@ -133,23 +134,41 @@ def near_kernel(
     x = tl.load(
         q + (token * q_token + q_index * q_head)[:, None] + c[None, :], mask=live[:, None] & inside[None, :], other=0.0
     )
-    m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, DP], tl.float32)
-    for n0 in range(0, count, BN):
+    out_at = out + (token * out_token + q_index * out_head)[:, None] + c[None, :]
+    lse_at = lse + q_index.to(tl.int64) * tokens + token
+    if RESUME:
+        m = tl.load(lse_at, mask=live, other=float("-inf")) * LOG2E
+        l = tl.where(m > float("-inf"), 1.0, 0.0)
+        acc = tl.load(out_at, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        acc = tl.where((l > 0)[:, None], acc, 0.0)
+    else:
+        m = tl.full([BM], float("-inf"), tl.float32)
+        l = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, DP], tl.float32)
+    begin = 0
+    end = count
+    if CAUSAL:  # keys that the block's last query sees
+        end = tl.minimum(end, before + tl.minimum((tl.program_id(0) + 1) * BM, queries) - first)
+    if SLIDING > 0:  # and its first
+        begin = tl.maximum(before + tl.program_id(0) * BM - SLIDING + 1 - first, 0) // BN * BN
+    for n0 in range(begin, end, BN):
         n = n0 + tl.arange(0, BN)
         there = n < count
         key = first + n
         at = (row0 + n).to(tl.int64) * kv_token + head * kv_head
         at2 = at[:, None] + c[None, :]
         mask2 = there[:, None] & inside[None, :]
-        is_near = key[None, :] > position[:, None] - RECENT
+        is_near = (key[None, :] > position[:, None] - RECENT) | (key < SINK)[None, :]
         k = tl.load(k_near + at2, mask=mask2, other=0.0)
-        score = tl.dot(x, tl.trans(k), input_precision="ieee")
+        score = tl.dot(x, tl.trans(k), input_precision="tf32x3")
         seen = there[None, :] & live[:, None]
+        if CAUSAL:
+            seen = seen & (key[None, :] <= position[:, None])
+        if SLIDING > 0:
+            seen = seen & (key[None, :] > position[:, None] - SLIDING)
         if FAR:
             k = tl.load(k_far + at2, mask=mask2, other=0.0)
-            score = tl.where(is_near, score, tl.dot(x, tl.trans(k), input_precision="ieee"))
+            score = tl.where(is_near, score, tl.dot(x, tl.trans(k), input_precision="tf32x3"))
         else:
             seen = seen & is_near
         score = score * scale_log2
@@ -166,18 +185,12 @@ def near_kernel(
         l = l * alpha + tl.sum(p, axis=1)
         acc = acc * alpha[:, None]
         v = tl.load(v_near + at2, mask=mask2, other=0.0)
-        acc = tl.dot(tl.where(is_near, p, 0.0).to(v.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(tl.where(is_near, p, 0.0).to(v.dtype), v, acc, input_precision="tf32x3")
         if FAR:
             v = tl.load(v_far + at2, mask=mask2, other=0.0)
-            acc = tl.dot(tl.where(is_near, 0.0, p).to(v.dtype), v, acc, input_precision="ieee")
+            acc = tl.dot(tl.where(is_near, 0.0, p).to(v.dtype), v, acc, input_precision="tf32x3")
         m = m_new
     some = l > 0
     acc = acc * tl.where(some, 1.0 / l, 0.0)[:, None]
-    tl.store(
-        out + (token * out_token + q_index * out_head)[:, None] + c[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=live[:, None] & inside[None, :],
-    )
-    tl.store(
-        lse + q_index.to(tl.int64) * tokens + token, tl.where(some, (m + tl.log2(l)) / LOG2E, float("-inf")), mask=live
-    )
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+    tl.store(lse_at, tl.where(some, (m + tl.log2(l)) / LOG2E, float("-inf")), mask=live)

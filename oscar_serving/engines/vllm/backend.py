@@ -19,8 +19,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from oscar_serving.attention.history import Group, plan_groups
 from oscar_serving.config import KV_CACHE_DTYPES
-from oscar_serving.engines.vllm.history import Group, plan_groups
 from oscar_serving.engines.vllm.options import WINDOW_BLOCK
 from oscar_serving.engines.vllm.scratch import Scratch
 

@@ -34,7 +34,7 @@ class VllmFlash:
         window: int | None = None, scale: float, softcap: float | None, sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See :class:`~oscar_serving.engines.vllm.history.Flash`."""
+        """See :class:`~oscar_serving.attention.history.Flash`."""
         extra = {} if sinks is None else {"s_aux": sinks}
         result: tuple[Tensor, Tensor] = self.function(
             q, k, v, max_q, cu_q, max_k, cu_k, softmax_scale=scale, causal=causal,
@@ -52,7 +52,7 @@ class TorchFlash:
         window: int | None = None, scale: float, softcap: float | None, sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See :class:`~oscar_serving.engines.vllm.history.Flash`."""
+        """See :class:`~oscar_serving.attention.history.Flash`."""
         out = torch.empty_like(q) if out is None else out
         tokens, query_heads, _ = q.shape
         lse = torch.full((query_heads, tokens), -torch.inf)

@@ -11,11 +11,10 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.triton import decode as triton_decode
-from oscar_kernels.triton import gather as gather_rows
 from oscar_kernels.triton import store as triton_store
-from oscar_serving.attention import AttentionSpec
+from oscar_serving.attention import AttentionSpec, history
 from oscar_serving.codec import PageLayout
-from oscar_serving.engines.vllm import history, portable
+from oscar_serving.engines.vllm import portable
 from oscar_serving.engines.vllm.flash import VllmFlash
 from oscar_serving.engines.vllm.scratch import LayerShape
 from oscar_serving.rotation import LayerTransform
@@ -50,6 +49,12 @@ class CachedLayer:
         owner.register_buffer("oscar_v_back", back, persistent=False)
         turn = cuda_decode.turn_matrix(transform.k_rotation).to(torch.get_default_device())
         owner.register_buffer("oscar_k_turn", turn, persistent=False)
+        #: Type of new K and V, in which the store kernel takes the rotations.
+        self.kind = torch.get_default_dtype()
+        if self.rotates and self.kind.itemsize == 2:
+            for name in ("k", "v"):
+                split = triton_store.split_rotation(getattr(transform, f"{name}_rotation"), self.kind)
+                owner.register_buffer(f"oscar_{name}_split", split.to(torch.get_default_device()), persistent=False)
         self._bound: tuple[int, int] = (0, 0)
         self.no_table = torch.empty(0, 1, dtype=torch.int32)
 
@@ -87,14 +92,15 @@ class CachedLayer:
             return
         triton_store.store(
             k[:n], v[:n], self.sections, self._kernel_windows(self.no_table), slots[:n], window_slots[:n],
-            *self._sides(),
+            *self._sides(k.dtype),
         )  # fmt: skip
 
-    def _sides(self) -> tuple[triton_store.Transform, triton_store.Transform]:
-        """K's and V's constants as the store kernel takes them."""
+    def _sides(self, kind: torch.dtype) -> tuple[triton_store.Transform, triton_store.Transform]:
+        """K's and V's constants as the store kernel takes them for tokens of type ``kind``."""
+        rotation = "split" if kind == self.kind and kind.itemsize == 2 else "rotation"
         k, v = (
             triton_store.Transform(
-                self._constant(f"{x}_rotation") if self.rotates else None,
+                self._constant(f"{x}_{rotation}") if self.rotates else None,
                 self._constant(f"{x}_mean") if has_mean else None,
                 self._constant(f"{x}_shrink"),
                 self._constant(f"{x}_unit"),
@@ -165,7 +171,7 @@ class CachedLayer:
             return
         rows = slice(prefill.first, None)
         history.attend(
-            self, q, k, v, out, query_start=prefill.query_start, longest_query=prefill.longest_query,
+            self._stores(), q, k, v, out, query_start=prefill.query_start, longest_query=prefill.longest_query,
             groups=prefill.groups, page_table=step.block_table[rows], window_table=window_table[rows],
             scratch=step.scratch.history_rows(k.shape[1], k.shape[2]), flash=self.flash, merge=merge_attn_states,
         )  # fmt: skip
@@ -175,24 +181,16 @@ class CachedLayer:
         """The dense attention kernel of this device."""
         return VllmFlash(self.layout.head_dim, self.spec.softcap, self.sinks)
 
-    def gather(
-        self, stretch: history.Stretch, table: Tensor, window_table: Tensor, k: Tensor, v: Tensor, *, near: bool
-    ) -> None:
-        """Read a stretch of the cache back into ``k, v`` ``[rows, heads, d]``, model space."""
-        gather_rows.gather(
-            self.sections, self._kernel_windows(window_table), table, stretch.starts, stretch.rows,
-            stretch.longest, k_out=k, v_out=v, k_rotation=self._constant("k_rotation"),
-            v_rotation=self._constant("v_rotation"), k_unit=self._constant("k_unit"), v_unit=self._constant("v_unit"),
-            k_mean=self._constant("k_mean") if self.has_k_mean else None,
-            v_mean=self._constant("v_mean") if self.has_v_mean else None,
-            sink=self.layout.config.sink, near=near,
-        )  # fmt: skip
-
-    def attend_near(self, q: Tensor, near: Any, far: Any, group: history.Group, out: Tensor, lse: Tensor) -> None:
-        """Attend to the keys right before each request's new tokens."""
-        gather_rows.attend_near(
-            q, near, far, group.query_start, group.context, group.near.starts, group.near.rows, group.longest_query,
-            out=out, lse=lse, recent=self.layout.config.recent, scale=self.spec.scale, softcap=self.spec.softcap,
+    def _stores(self) -> history.Stores:
+        """Both stores, as history is read from them."""
+        k_mean, v_mean = (
+            self._constant(name) if used else None
+            for name, used in (("k_mean", self.has_k_mean), ("v_mean", self.has_v_mean))
+        )
+        return history.Stores(
+            self.sections, self.windows, self._constant("k_rotation"), self._constant("v_rotation"),
+            self._constant("k_unit"), self._constant("v_unit"), k_mean, v_mean, self.layout.config, self.spec,
+            self.sinks,
         )  # fmt: skip
 
     def _attend_portable(

@@ -12,7 +12,7 @@ from torch import Tensor
 from oscar_kernels.cuda import decode as cuda_decode
 from oscar_kernels.triton import config as triton_config
 from oscar_kernels.triton import decode as triton_decode
-from oscar_serving.engines.vllm.history import SCRATCH_ROWS
+from oscar_serving.attention.history import SCRATCH_ROWS
 from oscar_serving.engines.vllm.options import INT2_BLOCK, WINDOW_BLOCK
 
 Kernel = Literal["cuda", "triton"]

@@ -18,12 +18,17 @@ whose near stretches fit the scratch; nothing loops over requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from oscar_kernels.triton import gather as kernels
+from oscar_kernels.triton.decode import Windows
+from oscar_serving.attention.spec import AttentionSpec
+from oscar_serving.config import OscarConfig
 
 #: Rows of K and of V that scratch holds.
 SCRATCH_ROWS = 32768
@@ -37,6 +42,10 @@ class Flash(Protocol):
         window: int | None = None, scale: float, softcap: float | None, sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+#: ``merge(out, previous, previous_lse, part, part_lse, lse)``, in the form of vLLM's ``merge_attn_states``.
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], object]
 
 
 @dataclass
@@ -125,8 +134,48 @@ def plan_groups(
     return groups
 
 
+@dataclass(frozen=True)
+class Stores:
+    """Both stores of a layer, as the kernels that read them back into model space take them.
+
+    Attributes
+    ----------
+    sections
+        Views of the INT2 pages: ``k_codes, k_meta, v_codes, v_meta``.
+    windows
+        ``[pages, 2, heads, page size, d]``.
+    k_mean, v_mean
+        ``None`` for zeros.
+    sinks
+        Learned sink logits ``[query heads]`` or ``None``.
+    """
+
+    sections: tuple[Tensor, Tensor, Tensor, Tensor]
+    windows: Tensor
+    k_rotation: Tensor
+    v_rotation: Tensor
+    k_unit: Tensor
+    v_unit: Tensor
+    k_mean: Tensor | None
+    v_mean: Tensor | None
+    config: OscarConfig
+    spec: AttentionSpec
+    sinks: Tensor | None = None
+
+    def gather(
+        self, stretch: Stretch, page_table: Tensor, window_table: Tensor, k: Tensor, v: Tensor, *, near: bool
+    ) -> None:
+        """Read a stretch back into ``k, v`` ``[rows, heads, d]``, model space; ``near``: recent tokens unquantized."""
+        kernels.gather(
+            self.sections, Windows(self.windows[:, 0], self.windows[:, 1], window_table), page_table, stretch.starts,
+            stretch.rows, stretch.longest, k_out=k, v_out=v, k_rotation=self.k_rotation, v_rotation=self.v_rotation,
+            k_unit=self.k_unit, v_unit=self.v_unit, k_mean=self.k_mean, v_mean=self.v_mean, sink=self.config.sink,
+            near=near,
+        )  # fmt: skip
+
+
 def attend(
-    layer: Any,
+    stores: Stores,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -139,45 +188,48 @@ def attend(
     window_table: Tensor,
     scratch: tuple[Tensor, Tensor],
     flash: Flash,
-    merge: Any,
+    merge: Merge,
 ) -> None:
     """Attend for the prefills of a step, ``q`` ``[T, query heads, d]``, into ``out``.
 
-    ``layer`` is a :class:`~oscar_serving.engines.vllm.layer.CachedLayer`, ``scratch`` K and V ``[rows, heads, d]`` in
-    the type of ``q``, ``merge`` vLLM's ``merge_attn_states``.
+    ``k, v`` are the new tokens, which are stored already; ``scratch`` is K and V ``[rows, heads, d]`` in the type of
+    ``q``.
     """
-    config, spec = layer.layout.config, layer.spec
+    config, spec = stores.config, stores.spec
     rule = config.prefill_mode == "rule"
-    common = {"scale": spec.scale, "softcap": spec.softcap}
+    factors: dict[str, Any] = {"scale": spec.scale, "softcap": spec.softcap}
     _, lse = flash(
         q, k, v, query_start, query_start, longest_query, longest_query, causal=True,
-        window=config.recent if rule else None, sinks=layer.sinks, out=out, **common,
+        window=config.recent if rule else None, sinks=stores.sinks, out=out, **factors,
     )  # fmt: skip
     half = scratch[0].shape[0] // 2
-    near, far = tuple(s[:half] for s in scratch), tuple(s[half:] for s in scratch)
+    near, far = (scratch[0][:half], scratch[1][:half]), (scratch[0][half:], scratch[1][half:])
     for group in groups:
         whole = group.tokens.stop - group.tokens.start == q.shape[0]
         queries, result = q[group.tokens], out[group.tokens]
         total = lse if whole else lse[:, group.tokens].contiguous()
         tables = page_table[group.requests], window_table[group.requests]
         if group.near.longest:
-            layer.gather(group.near, *tables, *near, near=True)
+            stores.gather(group.near, *tables, *near, near=True)
             if not rule:
-                layer.gather(group.near, *tables, *far, near=False)
+                stores.gather(group.near, *tables, *far, near=False)
             part, part_lse = torch.empty_like(queries), torch.empty_like(total)
-            layer.attend_near(queries, near, None if rule else far, group, part, part_lse)
+            kernels.attend_near(
+                queries, near, None if rule else far, group.query_start, group.context, group.near.starts,
+                group.near.rows, group.longest_query, out=part, lse=part_lse, recent=config.recent, **factors,
+            )  # fmt: skip
             total = _merge(merge, result, total, part, part_lse)
         stretches = [(s, False) for s in group.distant] + ([(group.diagonal, True)] if group.diagonal else [])
         for stretch, causal in stretches:
-            layer.gather(stretch, *tables, *scratch, near=False)
+            stores.gather(stretch, *tables, *scratch, near=False)
             part, part_lse = flash(
                 queries, *scratch, group.query_start, stretch.rows, group.longest_query, stretch.longest,
-                causal=causal, **common,
+                causal=causal, **factors,
             )  # fmt: skip
             total = _merge(merge, result, total, part, part_lse)
 
 
-def _merge(merge: Any, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Tensor:
+def _merge(merge: Merge, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Tensor:
     """Merge ``part`` into ``out`` in place; returns the new LSE."""
     both = torch.empty_like(lse)
     merge(out, out, lse, part, part_lse, both)
