@@ -214,12 +214,12 @@ def transformers_step(folder: Path, prompt: list[int]) -> Step:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     cache = DynamicCache(config=model.config)
-    logits = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits
+    logits = model(torch.tensor([prompt]), cache=cache, logits_to_keep=1).logits
     token = logits[:, -1].argmax(-1, keepdim=True)
 
     def step() -> None:
         nonlocal token
-        token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+        token = model(token, cache=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
 
     return step
 

@@ -124,7 +124,7 @@ class Prefill:
         entry = self.window_table[0].long()[key // size]
         near = reads_window(key, query, sink=config.sink, recent=config.recent)
         own = key >= self.context
-        back = self.stores.k_rotation.double().mT
+        back = self.stores.q_rotation.double().mT
         tiers = []
         for i, raw in ((0, self.k), (1, self.v)):
             codes, meta = (self.stores.sections[2 * i + j][page, :, key % config.page_size] for j in (0, 1))

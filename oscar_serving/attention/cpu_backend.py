@@ -60,7 +60,9 @@ def describe(layer: LayerCache) -> Layer:
     if described is None:
         layout, config, transform = layer.layout, layer.layout.config, layer.transform
         eye = torch.eye(layout.head_dim).expand_as(transform.k_rotation)
-        rotate = not all(torch.equal(r, eye) for r in (transform.k_rotation, transform.v_rotation))
+        rotate = not all(
+            torch.equal(r, eye) for r in (transform.k_rotation, transform.q_rotation, transform.v_rotation)
+        )
         rotate |= bool(transform.k_mean.any() or transform.v_mean.any())
         described = Layer.of(
             layer.pages,

@@ -152,7 +152,7 @@ class Stores:
 
     sections: tuple[Tensor, Tensor, Tensor, Tensor]
     windows: Tensor
-    k_rotation: Tensor
+    q_rotation: Tensor
     v_rotation: Tensor
     k_unit: Tensor
     v_unit: Tensor
@@ -168,7 +168,7 @@ class Stores:
         """Read a stretch back into ``k, v`` ``[rows, heads, d]``, model space; ``near``: recent tokens unquantized."""
         kernels.gather(
             self.sections, Windows(self.windows[:, 0], self.windows[:, 1], window_table), page_table, stretch.starts,
-            stretch.rows, stretch.longest, k_out=k, v_out=v, k_rotation=self.k_rotation, v_rotation=self.v_rotation,
+            stretch.rows, stretch.longest, k_out=k, v_out=v, q_rotation=self.q_rotation, v_rotation=self.v_rotation,
             k_unit=self.k_unit, v_unit=self.v_unit, k_mean=self.k_mean, v_mean=self.v_mean, sink=self.config.sink,
             near=near,
         )  # fmt: skip

@@ -72,7 +72,7 @@ def reference_attention(
     k_raw, v_raw = (t.double().repeat_interleave(ratio, 1) for t in (k, v))
     q_raw = q.double()
     q_grouped = q_raw.reshape(queries, heads, ratio, -1)
-    q_rot = torch.einsum("thgd,hde->thge", q_grouped, transform.k_rotation.double()).flatten(1, 2)
+    q_rot = torch.einsum("thgd,hde->thge", q_grouped, transform.q_rotation.double()).flatten(1, 2)
     bias = torch.einsum("thgd,hd->thg", q_grouped, transform.k_mean.double()).flatten(1, 2)
 
     key = torch.arange(tokens)[None, :]

@@ -49,14 +49,14 @@ class Constants:
             eye = torch.eye(t.head_dim, device=t.k_rotation.device)
             k_mean, v_mean = (mean.contiguous() if bool(mean.any()) else None for mean in (t.k_mean, t.v_mean))
             stores = Stores(
-                (views.k_codes, views.k_meta, views.v_codes, views.v_meta), layer.windows, t.k_rotation.contiguous(),
+                (views.k_codes, views.k_meta, views.v_codes, views.v_meta), layer.windows, t.q_rotation.contiguous(),
                 t.v_rotation.contiguous(), t.k_unit, t.v_unit, k_mean, v_mean, layer.layout.config, layer.spec,
             )  # fmt: skip
             layer.derived["triton"] = cls(
                 stores,
                 (layer.windows[:, 0], layer.windows[:, 1]),
-                not all(torch.equal(r, eye.expand_as(r)) for r in (t.k_rotation, t.v_rotation)),
-                cuda_decode.turn_matrix(t.k_rotation),
+                not all(torch.equal(r, eye.expand_as(r)) for r in (t.k_rotation, t.q_rotation, t.v_rotation)),
+                cuda_decode.turn_matrix(t.q_rotation),
                 t.v_rotation.mT.contiguous().bfloat16(),
                 {},
             )
@@ -69,11 +69,11 @@ class Constants:
         """Constants of the store kernel for K and V of type ``dtype``."""
         if dtype not in self.sides:
             t, s = layer.transform, self.stores
-            rotations: list[Tensor | None] = [s.k_rotation, s.v_rotation]
+            rotations: list[Tensor | None] = [t.k_rotation.contiguous(), s.v_rotation]
             if not self.rotates:
                 rotations = [None, None]
             elif dtype.itemsize == 2:
-                rotations = [triton_store.split_rotation(r, dtype) for r in (s.k_rotation, s.v_rotation)]
+                rotations = [triton_store.split_rotation(r, dtype) for r in (t.k_rotation, s.v_rotation)]
             self.sides[dtype] = (
                 triton_store.Transform(rotations[0], s.k_mean, t.k_shrink, t.k_unit),
                 triton_store.Transform(rotations[1], s.v_mean, t.v_shrink, t.v_unit),
@@ -163,7 +163,7 @@ class TritonBackend:
             rotated = torch.empty(q.shape, dtype=torch.float32, device=device)
             bias = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if biased else None
             mean = stores.k_mean if biased else None
-            triton_decode.rotate_query(q, stores.k_rotation, rotated, mean=mean, bias=bias)
+            triton_decode.rotate_query(q, stores.q_rotation, rotated, mean=mean, bias=bias)
         common: dict[str, Any] = {
             "out": out, "sink": config.sink, "recent": config.recent, "scale": spec.scale, "k_unit": stores.k_unit,
             "v_unit": stores.v_unit, "q_bias": bias, "v_mean": stores.v_mean, "sliding_window": spec.sliding_window,

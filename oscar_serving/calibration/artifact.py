@@ -21,7 +21,7 @@ from oscar_serving.rotation import LayerTransform
 
 FILE_NAME = "oscar.safetensors"
 FORMAT = "oscar-artifact"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _FIELDS = tuple(f.name for f in fields(LayerTransform))
 
 

@@ -11,6 +11,7 @@ from oscar_serving.calibration.moments import Moments
 from oscar_serving.calibration.recipe import Recipe
 from oscar_serving.config import ScaleDtype
 from oscar_serving.rotation import spectral_rotation
+from oscar_serving.rotation.spectral import balanced_maps
 
 #: FP8 metadata reaches this many standard deviations of the rotated channels before it saturates.
 _REACH = 32.0
@@ -19,10 +20,14 @@ _FP8_MAX = 448.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """``x' = (x - mean) @ rotation`` for every KV head: float32 ``[heads, d, d]``, ``[heads, d]``, ``[heads]``."""
+    """``x' = (x - mean) @ rotation`` and ``q' = q @ query`` for every KV head; ``query`` is ``rotation^-T``.
+
+    float32 ``[heads, d, d]``, ``[heads, d]``, ``[heads]``.
+    """
 
     name: str
     rotation: Tensor
+    query: Tensor
     mean: Tensor
     unit: Tensor
 
@@ -48,9 +53,13 @@ def k_candidates(moments: Moments, recipe: Recipe, scale_dtype: ScaleDtype) -> l
                 "q_read": q_read,
                 "k": _about(second, plain, center),
                 "k_read": _about(read, read_mean, center),
+                "balance": _about(read, read_mean, center),
+                "balance_read": _about(read, read_mean, center),
                 "none": torch.eye(second.shape[-1], dtype=second.dtype, device=second.device).expand_as(second),
             }[target]
-            found.append(_candidate(f"{target}, mean {mean}", matrix, center, second, plain, recipe, scale_dtype))
+            against = {"balance": queries, "balance_read": q_read}.get(target)
+            about = _about(second, plain, center)
+            found.append(_candidate(f"{target}, mean {mean}", matrix, center, about, recipe, scale_dtype, against))
     return found
 
 
@@ -70,7 +79,8 @@ def v_candidates(moments: Moments, recipe: Recipe, scale_dtype: ScaleDtype) -> l
                 "v_read": _about(read, read_mean, center),
                 "none": torch.eye(second.shape[-1], dtype=second.dtype, device=second.device).expand_as(second),
             }[target]
-            found.append(_candidate(f"{target}, mean {mean}", matrix, center, second, plain, recipe, scale_dtype))
+            about = _about(second, plain, center)
+            found.append(_candidate(f"{target}, mean {mean}", matrix, center, about, recipe, scale_dtype))
     return found
 
 
@@ -90,18 +100,30 @@ def _about(second: Tensor, mean: Tensor, center: Tensor) -> Tensor:
 
 
 def _candidate(
-    name: str, target: Tensor, center: Tensor, second: Tensor, plain: Tensor, recipe: Recipe, scale_dtype: ScaleDtype
+    name: str,
+    target: Tensor,
+    center: Tensor,
+    second: Tensor,
+    recipe: Recipe,
+    scale_dtype: ScaleDtype,
+    queries: Tensor | None = None,
 ) -> Candidate:
+    """A map made from ``target``; balanced against the second moment of ``queries`` if given."""
     if not recipe.per_head:
         target = target.mean(0, keepdim=True).expand_as(target)
+        queries = None if queries is None else queries.mean(0, keepdim=True).expand_as(queries)
+    if queries is not None:
+        rotation, query = balanced_maps(queries, target)
+        unit = fp8_unit(rotation, second, scale_dtype)
+        return Candidate(name, rotation.float(), query.float(), center.float(), unit)
     rotation = spectral_rotation(
         target,
         use_eigenvectors=recipe.use_eigenvectors,
         use_hadamard=recipe.use_hadamard,
         use_bit_reversal=recipe.use_bit_reversal,
     )
-    unit = fp8_unit(rotation, _about(second, plain, center), scale_dtype)
-    return Candidate(name, rotation.float(), center.float(), unit)
+    unit = fp8_unit(rotation, second, scale_dtype)
+    return Candidate(name, rotation.float(), rotation.float(), center.float(), unit)
 
 
 def fp8_unit(rotation: Tensor, second: Tensor, scale_dtype: ScaleDtype) -> Tensor:

@@ -54,7 +54,7 @@ class OutputErrors:
         """Float64 ``[candidates, shrinks, heads]``: ``sum |S^ v - S v|^2`` with K quantized."""
         result = []
         for candidate in candidates:
-            rotated, q = candidate.apply(self.k), self.q @ candidate.rotation[:, None]
+            rotated, q = candidate.apply(self.k), self.q @ candidate.query[:, None]
             for shrink in shrinks:
                 error = round_trip(rotated, bits, shrink, candidate.unit, self.config) - rotated
                 result.append(self._output_error(q, error))

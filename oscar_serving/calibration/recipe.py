@@ -8,7 +8,8 @@ from typing import Literal, get_args
 from oscar_serving.config import ConfigError, OscarConfig
 
 #: ``q``: C_Q. ``k``: K^T K. ``k_read``, ``q_read``: the same, weighted by what is read from INT2 (see ``Moments``).
-KTarget = Literal["q", "k", "q_read", "k_read", "none"]
+#: ``balance``, ``balance_read``: K as read balanced against Q, or against Q weighted by INT2 reads (``balanced_maps``).
+KTarget = Literal["balance", "balance_read", "q", "k", "q_read", "k_read", "none"]
 #: ``scores``: V^T S^T S V. ``proxy``: its published stand-in. ``v``: V^T V. ``v_read``: weighted by INT2 reads.
 VTarget = Literal["scores", "proxy", "v", "v_read", "none"]
 #: ``none``, the plain mean, or the mean weighted by what is read from INT2.
@@ -35,9 +36,9 @@ class Recipe:
         Parts of the rotation.
     """
 
-    k_targets: tuple[KTarget, ...] = ("k_read", "k", "q")
-    v_targets: tuple[VTarget, ...] = ("v_read", "v", "scores")
-    means: tuple[Mean, ...] = ("read", "none")
+    k_targets: tuple[KTarget, ...] = ("balance_read", "balance", "k_read", "k")
+    v_targets: tuple[VTarget, ...] = ("v_read", "v")
+    means: tuple[Mean, ...] = ("read", "plain")
     per_head: bool = True
     clip: Clip = "shrink"
     quantiles: tuple[float, float] = (0.96, 0.92)

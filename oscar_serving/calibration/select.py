@@ -17,7 +17,7 @@ from oscar_serving.config import OscarConfig
 from oscar_serving.rotation import LayerTransform
 
 #: Clips at which candidates are compared; the winner's clip is then chosen from all of :data:`SHRINKS`.
-_COARSE = (0.9, 0.75, 0.65, 0.55)
+_COARSE = (0.8, 0.65, 0.55)
 #: Bits for which an artifact carries clips.
 CLIP_BITS = (2, 4)
 _QUERIES = 128
@@ -97,7 +97,7 @@ class LayerChoice:
         k, v = self.k[0], self.v[0]
         k_clip, v_clip = self.chosen["k", config.k_bits], self.chosen["v", config.v_bits]
         values = (
-            k.rotation, v.rotation, k.mean, v.mean, k_clip.shrink, v_clip.shrink, k_clip.unit, v_clip.unit
+            k.rotation, k.query, v.rotation, k.mean, v.mean, k_clip.shrink, v_clip.shrink, k_clip.unit, v_clip.unit
         )  # fmt: skip
         return LayerTransform(*(value.float().cpu().contiguous() for value in values))
 
@@ -131,6 +131,6 @@ def _mix(candidates: Sequence[Candidate], picks: Sequence[int]) -> Candidate:
         "; ".join(candidates[pick].name for pick in picks),
         *(
             torch.stack([getattr(candidates[pick], name)[head] for head, pick in enumerate(picks)])
-            for name in ("rotation", "mean", "unit")
+            for name in ("rotation", "query", "mean", "unit")
         ),
     )

@@ -157,12 +157,14 @@ def export_zoo(artifact: Artifact, k_file: Path | str, v_file: Path | str) -> No
     Raises
     ------
     ArtifactError
-        It subtracts means, which the format cannot hold: its rotations alone are not what was calibrated.
+        It subtracts means or maps K by more than a rotation, which the format cannot hold.
     """
     for layer, transform in artifact.layers.items():
-        if transform.k_mean.any() or transform.v_mean.any():
+        balanced = not torch.allclose(transform.k_rotation, transform.q_rotation, atol=1e-4)
+        if balanced or transform.k_mean.any() or transform.v_mean.any():
+            what = "maps K and Q apart" if balanced else "subtracts means"
             raise ArtifactError(
-                f"layer {layer} subtracts means, which the published format cannot hold: "
+                f"layer {layer} {what}, which the published format cannot hold: "
                 "calibrate with preset `oscar` and export that"
             )
     for path, name in ((k_file, "k_rotation"), (v_file, "v_rotation")):
@@ -239,7 +241,7 @@ def _candidate(rotation: Tensor, second: Tensor, heads: int, config: OscarConfig
     d = rotation.shape[-1]
     per_head = rotation.expand(heads, d, d).to(second.device)
     zero = torch.zeros(heads, d, device=second.device)
-    return Candidate("imported", per_head, zero, fp8_unit(per_head.double(), second, config.scale_dtype))
+    return Candidate("imported", per_head, per_head, zero, fp8_unit(per_head.double(), second, config.scale_dtype))
 
 
 def _first_line(error: BaseException) -> str:

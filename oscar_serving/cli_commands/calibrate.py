@@ -22,8 +22,11 @@ def calibrate(
     ] = False,
     tokens: Annotated[int, typer.Option(min=256, help="Tokens to calibrate on.")] = 16384,
     preset: Annotated[
-        Literal["default", "paper", "hadamard", "none"],
-        typer.Option(help="default chooses what errs least per layer and head; paper is the published recipe."),
+        Literal["default", "oscar", "paper", "hadamard", "none"],
+        typer.Option(
+            help="default chooses what errs least per layer and head; paper is the published recipe, oscar its targets "
+            "per head with true scores."
+        ),
     ] = "default",
     sequence_length: Annotated[int, typer.Option(min=64, help="Tokens in a sequence.")] = 2048,
     device: Annotated[

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from torch import Tensor
 
 from oscar_serving.calibration.architecture import Architecture
 from oscar_serving.calibration.artifact import Artifact
 from oscar_serving.calibration.moments import Moments
-from oscar_serving.calibration.recipe import PRESETS, Recipe, default_config
+from oscar_serving.calibration.recipe import PRESETS, KTarget, Recipe, VTarget, default_config
 from oscar_serving.calibration.run import candidates, choose, collect
 from oscar_serving.config import OscarConfig
 from oscar_serving.evaluation.configuration import Configuration, bf16, calibrated, fp8, plain
@@ -130,9 +131,9 @@ def _variants(axis: str, recipe: Recipe, center: OscarConfig, head_dim: int) -> 
             ("without P", replace(recipe, use_bit_reversal=False), center),
         ]
     if axis == "k target":
-        return [(t, replace(recipe, k_targets=(t,)), center) for t in ("q", "k", "q_read", "k_read")]
+        return [(t, replace(recipe, k_targets=(t,)), center) for t in get_args(KTarget)[:-1]]
     if axis == "v target":
-        return [(t, replace(recipe, v_targets=(t,)), center) for t in ("scores", "proxy", "v", "v_read")]
+        return [(t, replace(recipe, v_targets=(t,)), center) for t in get_args(VTarget)[:-1]]
     if axis == "clip":
         return [
             ("none", replace(recipe, clip="none"), center),

@@ -148,12 +148,24 @@ class OscarStorage:
         bits = self._bits(layer)
         t = self._transforms[layer].to(k.device)
         quantiles = self.quantile_clip or (None, None)
-        k_history, k_window = self._tiers(k, t.k_rotation, t.k_mean, t.k_shrink, t.k_unit, bits[0], quantiles[0])
-        v_history, v_window = self._tiers(v, t.v_rotation, t.v_mean, t.v_shrink, t.v_unit, bits[1], quantiles[1])
+        k_history, k_window = self._tiers(
+            k, t.k_rotation, t.q_rotation, t.k_mean, t.k_shrink, t.k_unit, bits[0], quantiles[0]
+        )
+        v_history, v_window = self._tiers(
+            v, t.v_rotation, t.v_rotation, t.v_mean, t.v_shrink, t.v_unit, bits[1], quantiles[1]
+        )
         return Tiers(k_history, v_history, k_window, v_window)
 
     def _tiers(
-        self, x: Tensor, rotation: Tensor, mean: Tensor, shrink: Tensor, unit: Tensor, bits: int, quantile: float | None
+        self,
+        x: Tensor,
+        rotation: Tensor,
+        inverse: Tensor,
+        mean: Tensor,
+        shrink: Tensor,
+        unit: Tensor,
+        bits: int,
+        quantile: float | None,
     ) -> tuple[Tensor, Tensor]:
         """History and window tier of ``x`` ``[heads, tokens, d]``, rotated back."""
         config = self.config
@@ -171,7 +183,7 @@ class OscarStorage:
         )
         decoded = dequantize(codes, meta, unit=unit, bits=bits, levels=config.levels)
         window = rotated.to(getattr(torch, config.window_dtype)).float()
-        back, mean = rotation.mT.to(x.dtype), mean[:, None].to(x.dtype)
+        back, mean = inverse.mT.to(x.dtype), mean[:, None].to(x.dtype)
         return decoded.to(x.dtype) @ back + mean, window.to(x.dtype) @ back + mean
 
     def bits_per_element(self) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from oscar_serving.rotation.hadamard import hadamard
-from oscar_serving.rotation.spectral import check_orthogonal
+from oscar_serving.rotation.spectral import check_inverse, check_orthogonal
 
 #: Least unit of FP8 scales, far below any that is of use: stored values and their reciprocals stay normal float32.
 LEAST_UNIT = 2.0**-64
@@ -19,12 +19,15 @@ class LayerTransform:
     """Calibrated constants of one layer, one entry per KV head.
 
     The cache (both tiers) holds ``k' = (k - k_mean) @ k_rotation`` and ``v' = (v - v_mean) @ v_rotation``. Scores use
-    ``q' = q @ k_rotation``: ``q' k'^T = q k^T - q k_mean^T``, and the last term is the same for every key, so the
-    softmax does not see it (softcap and LSE do: add ``q k_mean^T``). The output is ``o = o' @ v_rotation^T + v_mean``.
+    ``q' = q @ q_rotation``, where ``q_rotation`` is ``k_rotation^-T``: ``q' k'^T = q k^T - q k_mean^T``, and the last
+    term is the same for every key, so the softmax does not see it (softcap and LSE do: add ``q k_mean^T``). The output
+    is ``o = o' @ v_rotation^T + v_mean``.
 
     Attributes
     ----------
-    k_rotation, v_rotation
+    k_rotation, q_rotation
+        float32 ``[heads, d, d]``, the inverse transpose of each other: the same matrix where it is orthogonal.
+    v_rotation
         float32 ``[heads, d, d]``, orthogonal.
     k_mean, v_mean
         float32 ``[heads, d]``; zeros when unused.
@@ -35,6 +38,7 @@ class LayerTransform:
     """
 
     k_rotation: Tensor
+    q_rotation: Tensor
     v_rotation: Tensor
     k_mean: Tensor
     v_mean: Tensor
@@ -59,7 +63,8 @@ class LayerTransform:
         matrix = (hadamard(head_dim) if rotate else torch.eye(head_dim)).float()
         rotation = matrix.expand(heads, -1, -1).contiguous()
         zero, one = torch.zeros(heads, head_dim), torch.ones(heads)
-        return cls(rotation, rotation.clone(), zero, zero.clone(), one * shrink, one * shrink, one, one.clone())
+        k, q, v = (rotation.clone() for _ in range(3))
+        return cls(k, q, v, zero, zero.clone(), one * shrink, one * shrink, one, one.clone())
 
     def validate(self, name: str) -> None:
         """Raise ``ValueError`` naming the field unless shapes, ranges and orthogonality hold."""
@@ -84,7 +89,7 @@ class LayerTransform:
                 raise ValueError(
                     f"{name}.{field_name}: must be positive, from 2^-64 to 2^64, got {value.min():g} … {value.max():g}"
                 )
-        check_orthogonal(self.k_rotation, f"{name}.k_rotation", tolerance=1e-5)
+        check_inverse(self.k_rotation, self.q_rotation, f"{name}.k_rotation, q_rotation")
         check_orthogonal(self.v_rotation, f"{name}.v_rotation", tolerance=1e-5)
 
     def head_slice(self, start: int, stop: int) -> LayerTransform:
@@ -106,7 +111,7 @@ class LayerTransform:
     def rotate_q(self, q: Tensor) -> Tensor:
         """``[tokens, query heads, d]`` → float32 rotated Q (query heads grouped by KV head)."""
         grouped = q.float().unflatten(1, (self.heads, -1))
-        return torch.einsum("thgd,hde->thge", grouped, self.k_rotation).flatten(1, 2)
+        return torch.einsum("thgd,hde->thge", grouped, self.q_rotation).flatten(1, 2)
 
     def unrotate_o(self, o: Tensor) -> Tensor:
         """Attention output ``[tokens, query heads, d]`` in cache space → float32 in model space."""

@@ -14,6 +14,7 @@ from oscar_serving.cache.rule import window_start
 from oscar_serving.codec import PageLayout
 from oscar_serving.config import OscarConfig
 from oscar_serving.rotation import LayerTransform, hadamard, spectral_rotation
+from tests.maps import apart
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,13 @@ class Case:
         else:
             a = torch.randn(2, *shape, self.head_dim, generator=g)
             k_rotation, v_rotation = spectral_rotation(a @ a.mT).float()
+        k_rotation, q_rotation = apart(k_rotation)
         k_mean, v_mean = _coarse(torch.randn(2, *shape, generator=g))
         k_shrink, v_shrink = 0.6 + 0.4 * torch.rand(2, self.heads, generator=g)
         one = torch.ones(self.heads)
         fp8 = self.config.scale_dtype == "float8_e4m3"
         unit = 0.01 * (1 + torch.rand(2, self.heads, generator=g)) if fp8 else torch.stack([one, one])
-        return LayerTransform(k_rotation, v_rotation, k_mean, v_mean, k_shrink, v_shrink, unit[0], unit[1])
+        return LayerTransform(k_rotation, q_rotation, v_rotation, k_mean, v_mean, k_shrink, v_shrink, unit[0], unit[1])
 
     def cache(self, pages: int, window_pages: int) -> LayerCache:
         """An empty cache full of garbage that reads as NaN where it can, with gaps between heads and pages."""

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from oscar_serving.calibration import Architecture, Artifact, ArtifactError, Clip, find_artifact
-from oscar_serving.calibration.artifact import FILE_NAME, FORMAT
+from oscar_serving.calibration.artifact import FILE_NAME, FORMAT, FORMAT_VERSION
 from oscar_serving.config import OscarConfig
 from oscar_serving.rotation import LayerTransform, spectral_rotation
+from tests.maps import apart
 
 
 def llama(**options: object) -> LlamaConfig:
@@ -34,7 +35,7 @@ def artifact(seed: int = 0, **model: object) -> Artifact:
 
     mean = torch.randn(2, 16, generator=generator)
     layers = {
-        i: LayerTransform(rotation(), rotation(), mean, -mean, positive(), positive(), positive(), positive())
+        i: LayerTransform(*apart(rotation()), rotation(), mean, -mean, positive(), positive(), positive(), positive())
         for i in range(2)
     }
     clips = {(i, "k", 4): Clip(positive(), positive()) for i in range(2)}
@@ -52,6 +53,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert read.fingerprint == made.fingerprint == Artifact.load(tmp_path / FILE_NAME).fingerprint
     for index, transform in made.layers.items():
         assert torch.equal(read.layers[index].k_rotation, transform.k_rotation)
+        assert torch.equal(read.layers[index].q_rotation, transform.q_rotation)
         assert torch.equal(read.layers[index].v_unit, transform.v_unit)
     assert torch.equal(read.clips[1, "k", 4].shrink, made.clips[1, "k", 4].shrink)
     assert [p.name for p in tmp_path.iterdir()] == [FILE_NAME]
@@ -60,10 +62,10 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_fingerprint_sees_every_field() -> None:
     made = artifact()
     seen = {made.fingerprint, artifact(1).fingerprint, replace(made, config=OscarConfig()).fingerprint}
-    for name in ("k_mean", "v_shrink", "k_unit"):
+    for name in ("q_rotation", "k_mean", "v_shrink", "k_unit"):
         changed = replace(made.layers[1], **{name: getattr(made.layers[1], name) * 0.5})
         seen.add(replace(made, layers={0: made.layers[0], 1: changed}).fingerprint)
-    assert len(seen) == 6
+    assert len(seen) == 7
 
 
 def test_for_bits_swaps_the_clips_and_back() -> None:
@@ -81,7 +83,7 @@ def test_for_bits_swaps_the_clips_and_back() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda t: t["layers.0.k_rotation"].mul_(1.01), "not orthogonal"),
+        (lambda t: t["layers.0.k_rotation"].mul_(1.01), "do not belong together"),
         (lambda t: t["layers.1.v_mean"].fill_(torch.nan), "not finite"),
         (lambda t: t["layers.1.v_shrink"].fill_(0.0), r"\(0, 1\]"),
         (lambda t: t["layers.1.v_unit"].fill_(0.0), "positive"),
@@ -109,7 +111,7 @@ def test_damaged_tensors_are_refused(tmp_path: Path, damage, message: str) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 2}, "format version 2"),
+        ({"format_version": 3}, "format version 3"),
         ({"architecture": {}}, "architecture"),
         ({"config": {"sink": -1}}, "sink"),
         ({"config": {"surprise": 1}}, "surprise"),
@@ -118,7 +120,7 @@ def test_damaged_tensors_are_refused(tmp_path: Path, damage, message: str) -> No
 def test_odd_headers_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
     file = artifact().save(tmp_path)
     header = {
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
         "architecture": artifact().architecture.to_dict(),
         "config": {},
         "metadata": {},

@@ -20,6 +20,7 @@ from oscar_serving.calibration.run import calibrate_model
 from oscar_serving.calibration.select import LayerChoice, observe, stages
 from oscar_serving.config import ConfigError, OscarConfig
 from oscar_serving.rotation import LayerTransform, check_orthogonal
+from oscar_serving.rotation.spectral import check_inverse
 from tests.calibration.tiny import CONFIGS, tiny_model, tiny_tokens
 
 CONFIG = OscarConfig(sink=4, recent=8, scale_dtype="float8_e4m3")
@@ -51,16 +52,16 @@ def sums(*calls: LayerCall, config: OscarConfig = CONFIG) -> Moments:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 99), d=st.sampled_from([16, 24, 40, 80]), ratio=st.sampled_from([1, 3]))
-def test_every_candidate_is_orthogonal_and_leaves_attention_unchanged(seed: int, d: int, ratio: int) -> None:
+def test_every_candidate_leaves_attention_unchanged(seed: int, d: int, ratio: int) -> None:
     call = random_call(seed, d=d, ratio=ratio, tokens=48)
     moments = sums(call)
     exact = call.output()
     for k, v in zip(
         k_candidates(moments, EVERY, "float8_e4m3"), v_candidates(moments, EVERY, "float8_e4m3"), strict=True
     ):
-        check_orthogonal(k.rotation, k.name, tolerance=1e-5)
+        check_inverse(k.rotation, k.query, k.name)
         check_orthogonal(v.rotation, v.name, tolerance=1e-5)
-        q = (call.q.unflatten(0, (2, ratio)) @ k.rotation[:, None]).flatten(0, 1)
+        q = (call.q.unflatten(0, (2, ratio)) @ k.query[:, None]).flatten(0, 1)
         rotated = LayerCall(0, q, k.apply(call.k), v.apply(call.v), call.spec)
         back = rotated.output().unflatten(0, (2, ratio)) @ v.rotation.mT[:, None] + v.mean[:, None, None]
         torch.testing.assert_close(back.flatten(0, 1), exact, rtol=1e-3, atol=1e-3)
@@ -93,9 +94,11 @@ def test_errors_are_those_of_the_reference_attention() -> None:
         q, keys, values = (x.transpose(0, 1) for x in (call.q, call.k, call.v))
         for which, bits, found in (("k", 2, measured.of_k([k], [0.7], 2)), ("v", 4, measured.of_v([v], [0.7], 4))):
             candidate = {"k": k, "v": v}[which]
+            query = {"q_rotation": k.query} if which == "k" else {}
             transform = replace(
                 LayerTransform.plain(2, 16, rotate=False),
                 **{
+                    **query,
                     f"{which}_rotation": candidate.rotation,
                     f"{which}_mean": candidate.mean,
                     f"{which}_shrink": torch.full((2,), 0.7),

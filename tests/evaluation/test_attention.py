@@ -18,6 +18,7 @@ from oscar_serving.evaluation.attention import Tiers, rule_attention
 from oscar_serving.evaluation.storage import OscarStorage
 from oscar_serving.rotation import LayerTransform
 from tests.engine.tiny import CONFIGS
+from tests.maps import apart
 
 
 def transform(heads: int, d: int, seed: int) -> LayerTransform:
@@ -25,10 +26,12 @@ def transform(heads: int, d: int, seed: int) -> LayerTransform:
     g = torch.Generator().manual_seed(seed)
     plain = LayerTransform.plain(heads, d)
     turn = [torch.linalg.qr(torch.randn(heads, d, d, generator=g, dtype=torch.float64)).Q.float() for _ in range(2)]
+    k_map, q_map = apart(turn[0])
     mean = [torch.randn(heads, d, generator=g) for _ in range(2)]
     shrink = [0.5 + 0.5 * torch.rand(heads, generator=g) for _ in range(2)]
     return replace(
-        plain, k_rotation=turn[0], v_rotation=turn[1], k_mean=mean[0], v_mean=mean[1],
+        plain, k_rotation=k_map, q_rotation=q_map, v_rotation=turn[1],
+        k_mean=mean[0], v_mean=mean[1],
         k_shrink=shrink[0], v_shrink=shrink[1], k_unit=torch.full((heads,), 0.02), v_unit=torch.full((heads,), 0.03),
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from oscar_serving.attention.spec import AttentionSpec
 from oscar_serving.codec import PageLayout, pack, quantize
 from oscar_serving.config import OscarConfig
 from oscar_serving.rotation import LayerTransform, spectral_rotation
+from tests.maps import apart
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -40,7 +41,7 @@ def transform_of(heads: int, d: int, *, units: bool) -> LayerTransform:
     rotation = spectral_rotation(a @ a.mT).float()
     unit = torch.full((heads,), 0.37 if units else 1.0)
     return LayerTransform(
-        rotation[:heads].contiguous(),
+        *apart(rotation[:heads]),
         rotation[heads:].contiguous(),
         torch.randn(heads, d) * 0.5,
         torch.randn(heads, d) * 0.5,
@@ -150,7 +151,7 @@ def run(
             (torch.arange(len(lengths) + 1) * queries).int().cuda(),
             torch.tensor(lengths).int().cuda(),
             geometry=geometry,
-            k_turn=turn_matrix(transform.k_rotation).cuda() if rotate else None,
+            k_turn=turn_matrix(transform.q_rotation).cuda() if rotate else None,
             partial=partial,
             arrived=arrived,
             out=out,

@@ -14,6 +14,7 @@ from oscar_serving.attention.spec import AttentionSpec
 from oscar_serving.codec import PageLayout, pack, quantize
 from oscar_serving.config import OscarConfig
 from oscar_serving.rotation import LayerTransform
+from tests.maps import apart
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
@@ -56,7 +57,7 @@ def transform_of(case: Case) -> LayerTransform:
     units = (torch.full((heads,), 0.02), torch.full((heads,), 0.03)) if fp8 else (torch.ones(heads), torch.ones(heads))
     mean = torch.randn(2, heads, d) * 0.3
     shrink = torch.full((heads,), 0.9)
-    return LayerTransform(rotation[:heads], rotation[heads:], mean[0], mean[1], shrink, shrink * 0.9, *units)
+    return LayerTransform(*apart(rotation[:heads]), rotation[heads:], mean[0], mean[1], shrink, shrink * 0.9, *units)
 
 
 def write(case: Case, layout: PageLayout, transform: LayerTransform, k: Tensor, v: Tensor, page_ids: Tensor,
@@ -146,7 +147,7 @@ def attend(case: Case, seed: int = 0) -> tuple[list[tuple[Tensor, Tensor]], list
     )  # fmt: skip
     q = q.to(DEVICE)
     rotated, bias = torch.full(q.shape, NAN, device=DEVICE), torch.full(q.shape[:2], NAN, device=DEVICE)
-    rotate_query(q, t.k_rotation, rotated, mean=t.k_mean, bias=bias)
+    rotate_query(q, t.q_rotation, rotated, mean=t.k_mean, bias=bias)
     out, lse = torch.full(q.shape, NAN, device=DEVICE), torch.full(q.shape[:2], NAN, device=DEVICE)
     decode(
         rotated, views, store, page_table.to(DEVICE), start.to(DEVICE),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oscar_serving.rotation import bit_reversal, check_orthogonal, hadamard, spectral_rotation
-from oscar_serving.rotation.spectral import NotOrthogonalError
+from oscar_serving.rotation.spectral import NotOrthogonalError, balanced_maps, check_inverse
 from tests.codec.heads import HEAD_DIMS
 
 ABLATIONS = [
@@ -122,3 +122,39 @@ class TestCheckOrthogonal:
 
     def test_reflections_are_welcome(self) -> None:
         check_orthogonal(-torch.eye(3)[[1, 0, 2]])
+
+
+@settings(deadline=None, max_examples=40)
+@given(d=st.sampled_from([8, 16, 24, 64]), rank=st.sampled_from([None, 1, 3]), seed=st.integers(0, 9))
+def test_balanced_maps_belong_together(d: int, rank: int | None, seed: int) -> None:
+    """Scores survive, the energy of K too, and a moment that is singular or zero does no harm."""
+    keys, queries = target(d, seed=seed, rank=rank), target(d, seed=seed + 100).flip(0, 1)
+    k_map, q_map = balanced_maps(queries[None], keys[None])
+    check_inverse(k_map, q_map, tolerance=1e-6)
+    check_inverse(k_map.float(), q_map.float())
+    energy = torch.trace(k_map[0].mT @ keys @ k_map[0]) / torch.trace(keys)
+    assert rank or 0.3 < energy < 3
+    zero = torch.zeros(1, d, d)
+    check_inverse(*balanced_maps(zero, zero))
+
+
+@pytest.mark.parametrize("d", [16, 24, 64])
+def test_balanced_maps_err_least(d: int) -> None:
+    """``tr(A^T C_K A) tr(A^-1 C_Q A^-T)`` is below that of any rotation, and does not fall when the map is changed."""
+    keys, queries = target(d), target(d, seed=1).flip(0, 1)
+    g = torch.Generator().manual_seed(2)
+
+    def error(k_map: Tensor, q_map: Tensor) -> float:
+        return float(torch.trace(k_map.mT @ keys @ k_map) * torch.trace(q_map.mT @ queries @ q_map))
+
+    k_map, q_map = (m[0] for m in balanced_maps(queries[None], keys[None], floor=1e-9))
+    least = error(k_map, q_map)
+    rotation = spectral_rotation(keys)
+    assert least < error(rotation, rotation) / 1.5
+    for _ in range(20):
+        change = torch.eye(d, dtype=torch.float64) + 0.02 * torch.randn(d, d, generator=g, dtype=torch.float64)
+        assert error(change @ k_map, torch.linalg.inv(change).mT @ q_map) > least * (1 - 1e-9)
+    # Every channel then carries about the same of both.
+    for moment, m in ((keys, k_map), (queries, q_map)):
+        diagonal = torch.diagonal(m.mT @ moment @ m)
+        assert diagonal.max() < 1.5 * diagonal.mean()

@@ -16,6 +16,7 @@ from oscar_serving.attention import AttentionSpec
 from oscar_serving.attention.reference import Reference, reference_attention, stored
 from oscar_serving.config import OscarConfig
 from oscar_serving.rotation import LayerTransform, spectral_rotation
+from tests.maps import apart
 
 EXACT = OscarConfig(sink=0, recent=1000, window_dtype="float32")
 SPECS = {
@@ -31,10 +32,12 @@ def transform(heads: int, d: int, seed: int = 0, mean: float = 1.0) -> LayerTran
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(2, heads, 4 * d, d, generator=g)
     k, v = spectral_rotation(x.mT @ x).float()
+    k_map, q_map = apart(k)
     means = mean * torch.randn(2, heads, d, generator=g)
     return replace(
         LayerTransform.plain(heads, d),
-        k_rotation=k.contiguous(),
+        k_rotation=k_map,
+        q_rotation=q_map,
         v_rotation=v.contiguous(),
         k_mean=means[0],
         v_mean=means[1],
@@ -112,7 +115,7 @@ def test_reference_reads_each_key_where_the_rule_says() -> None:
     present = torch.ones(16, dtype=torch.bool)
     present[1] = present[14] = False
     result = reference_attention(q, k, v, transform=layer, config=config, spec=spec, window_present=present)
-    rotation = layer.k_rotation[0].double(), layer.v_rotation[0].double()
+    rotation = layer.q_rotation[0].double(), layer.v_rotation[0].double()
     for i in range(3):
         position = 13 + i
         exact = [(p < 3 or p > position - 4) and p not in (1, 14) for p in range(position + 1)]
@@ -170,7 +173,8 @@ def test_head_slices_are_those_heads() -> None:
     [
         ("k_rotation", lambda x: x.double(), "expected float32"),
         ("v_rotation", lambda x: x[:, :, :-1], "expected float32"),
-        ("k_rotation", lambda x: x * 1.01, "not orthogonal"),
+        ("q_rotation", lambda x: x.mT, "k_rotation, q_rotation: .* do not belong together"),
+        ("v_rotation", lambda x: x * 1.01, "not orthogonal"),
         ("v_rotation", lambda x: x * math.nan, "not finite"),
         ("v_mean", lambda x: x[:1], r"expected float32 \(2, 16\), got torch.float32 \(1, 16\)"),
         ("k_mean", lambda x: x + math.inf, "not finite"),
@@ -188,4 +192,5 @@ def test_validation_names_the_field(field: str, change: object, message: str) ->
     assert callable(change)
     with pytest.raises(ValueError, match=message) as caught:
         replace(layer, **{field: change(getattr(layer, field))}).validate("layer 7")
-    assert str(caught.value).startswith(f"layer 7.{field}: ")
+    assert str(caught.value).startswith("layer 7.")
+    assert f"{field}: " in str(caught.value)

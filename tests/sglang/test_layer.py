@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from oscar_serving.engines.sglang.rows import Rows
 from oscar_serving.engines.sglang.step import empty_tables, fill_decode, prefill_step
 from oscar_serving.engines.sglang.store import first_ring, ring_pages, sink_pages, window_pages
 from oscar_serving.rotation import LayerTransform
+from tests.maps import apart
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(),
@@ -37,7 +39,9 @@ class World:
         torch.manual_seed(0)
         self.config = OscarConfig(page_size=PAGE, **{"sink": 16, "recent": 48, **options})  # type: ignore[arg-type]
         layout = PageLayout(D, self.config)
-        transform = LayerTransform.plain(HEADS, D)
+        plain = LayerTransform.plain(HEADS, D)
+        k_map, q_map = apart(plain.k_rotation)
+        transform = replace(plain, k_rotation=k_map, q_rotation=q_map)
         transform.k_mean.normal_()
         transform.v_mean.normal_()
         self.transform = transform

@@ -21,16 +21,18 @@ from oscar_serving.engines.vllm.layer import CachedLayer
 from oscar_serving.engines.vllm.options import INT2_BLOCK, WINDOW_BLOCK
 from oscar_serving.engines.vllm.scratch import LayerShape, Scratch
 from oscar_serving.rotation import LayerTransform
+from tests.maps import apart
 
 HEADS, RATIO = 2, 2
 
 
 def transform(d: int, *, means: bool, fp8: bool) -> LayerTransform:
     base = LayerTransform.plain(HEADS, d, shrink=0.9)
+    k_map, q_map = apart(base.k_rotation)
     g = torch.Generator().manual_seed(3)
     mean = {"k_mean": torch.randn(HEADS, d, generator=g), "v_mean": torch.randn(HEADS, d, generator=g)} if means else {}
     unit = {"k_unit": torch.tensor([0.01, 0.02]), "v_unit": torch.tensor([0.03, 0.01])} if fp8 else {}
-    return LayerTransform(**{**vars(base), **mean, **unit})
+    return LayerTransform(**{**vars(base), "k_rotation": k_map, "q_rotation": q_map, **mean, **unit})
 
 
 class Rig:

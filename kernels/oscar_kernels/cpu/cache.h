@@ -14,9 +14,9 @@ struct Layer {
   int64_t page_stride, head_stride;
   char* windows;             // [window pages, 2, heads, page_size, d], the last dimension contiguous
   int64_t w_page_stride, w_kv_stride, w_head_stride, w_token_stride;
-  const float *k_rotation, *v_rotation, *v_rotation_t;  // [heads, d, d]
-  const float *k_mean, *v_mean;                         // [heads, d]
-  const float *k_shrink, *v_shrink, *k_unit, *v_unit;   // [heads]
+  const float *k_rotation, *q_rotation, *v_rotation, *v_rotation_t;  // [heads, d, d]
+  const float *k_mean, *v_mean;                                      // [heads, d]
+  const float *k_shrink, *v_shrink, *k_unit, *v_unit;                // [heads]
   int64_t section[4];        // byte offsets of k_codes, k_meta, v_codes, v_meta
   int32_t heads, head_dim, page_size, k_bits, v_bits, groups;
   int32_t meta_type, window_type;

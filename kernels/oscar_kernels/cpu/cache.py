@@ -25,7 +25,7 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *_fields(p="pages", i64="page_stride head_stride"),
         *_fields(p="windows", i64="w_page_stride w_kv_stride w_head_stride w_token_stride"),
-        *_fields(p="k_rotation v_rotation v_rotation_t k_mean v_mean k_shrink v_shrink k_unit v_unit"),
+        *_fields(p="k_rotation q_rotation v_rotation v_rotation_t k_mean v_mean k_shrink v_shrink k_unit v_unit"),
         ("section", ctypes.c_int64 * 4),
         *_fields(
             i32="heads head_dim page_size k_bits v_bits groups meta_type window_type rotate windows_only sink "
@@ -44,6 +44,7 @@ class Layer(ctypes.Structure):
         windows: Tensor,
         *,
         k_rotation: Tensor,
+        q_rotation: Tensor,
         v_rotation: Tensor,
         k_mean: Tensor,
         v_mean: Tensor,
@@ -84,7 +85,7 @@ class Layer(ctypes.Structure):
         """
         heads, size, d = windows.shape[2:]
         constants = {
-            "k_rotation": k_rotation, "v_rotation": v_rotation, "v_rotation_t": v_rotation.mT,
+            "k_rotation": k_rotation, "q_rotation": q_rotation, "v_rotation": v_rotation, "v_rotation_t": v_rotation.mT,
             "k_mean": k_mean, "v_mean": v_mean, "k_shrink": k_shrink, "v_shrink": v_shrink,
             "k_unit": k_unit, "v_unit": v_unit,
         }  # fmt: skip

@@ -217,7 +217,7 @@ void prepare(const Layer& layer, const Batch& batch, const Rows& q, const Job& j
     load_row(q.data + (token * q.token_stride + head * q.head_stride) * type_bytes(q.type), d, q.type, raw.data());
     for (int c = 0; c < d; ++c) raw[size_t(c)] *= layer.scale;
     if (layer.rotate)
-      multiply_row(raw.data(), layer.k_rotation + int64_t(job.head) * d * d, d, x);
+      multiply_row(raw.data(), layer.q_rotation + int64_t(job.head) * d * d, d, x);
     else
       std::copy(raw.begin(), raw.end(), x);
     bias[r] = 0.0f;

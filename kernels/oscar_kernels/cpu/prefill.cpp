@@ -173,7 +173,7 @@ class Block {
       for (int c = 0; c < d; ++c) raw[c] *= layer_.scale;
       for (int c = 0; c < d; ++c) s_.bias[size_t(r)] += raw[c] * layer_.k_mean[head_ * d + c];
       if (layer_.rotate)
-        multiply_row(raw, layer_.k_rotation + int64_t(head_) * d * d, d, rotated);
+        multiply_row(raw, layer_.q_rotation + int64_t(head_) * d * d, d, rotated);
       else
         std::copy(raw, raw + d, rotated);
       for (int c = 0; c < d; ++c) s_.qt[size_t(c) * rows + r] = rotated[c];

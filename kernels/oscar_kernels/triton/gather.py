@@ -24,7 +24,7 @@ def gather(
     *,
     k_out: Tensor,
     v_out: Tensor,
-    k_rotation: Tensor,
+    q_rotation: Tensor,
     v_rotation: Tensor,
     k_unit: Tensor,
     v_unit: Tensor,
@@ -45,6 +45,8 @@ def gather(
         At least the longest stretch.
     k_out, v_out
         ``[rows, Hkv, d]``, same strides.
+    q_rotation, v_rotation
+        float32 ``[Hkv, d, d]``; ``k = k' q_rotation^T + k_mean``, ``v = v' v_rotation^T + v_mean``.
     near
         Read the window store wherever it has the token; otherwise for sink tokens only.
     """
@@ -57,7 +59,7 @@ def gather(
     k_row, v_row = k_codes.shape[3], v_codes.shape[3]
     block = 64
     gather_kernel[(triton.cdiv(longest, block), starts.shape[0], 2 * heads)](
-        k_codes, k_meta, v_codes, v_meta, k_unit, v_unit, windows.k, windows.v, k_rotation, v_rotation, k_mean, v_mean,
+        k_codes, k_meta, v_codes, v_meta, k_unit, v_unit, windows.k, windows.v, q_rotation, v_rotation, k_mean, v_mean,
         page_table, windows.table, starts, cu_keys, k_out, v_out, heads, page_table.stride(0), windows.table.stride(0),
         k_codes.stride(0), k_codes.stride(1), k_meta.stride(0), k_meta.stride(1),
         v_codes.stride(0), v_codes.stride(1), v_meta.stride(0), v_meta.stride(1),

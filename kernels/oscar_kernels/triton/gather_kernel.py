@@ -67,7 +67,7 @@ def _gather_one(
 
 @triton.jit
 def gather_kernel(
-    k_codes, k_meta, v_codes, v_meta, k_unit, v_unit, k_win, v_win, k_rotation, v_rotation, k_mean, v_mean,
+    k_codes, k_meta, v_codes, v_meta, k_unit, v_unit, k_win, v_win, q_rotation, v_rotation, k_mean, v_mean,
     page_table, window_table, starts, cu_keys, k_out, v_out, heads, page_stride, window_stride,
     page_k, head_k, page_km, head_km, page_v, head_v, page_vm, head_vm, win_page, win_head, win_token,
     out_token, out_head,
@@ -87,7 +87,7 @@ def gather_kernel(
     window_row = window_table + request.to(tl.int64) * window_stride
     if tl.program_id(2) < heads:
         _gather_one(
-            k_codes, k_meta, k_unit, k_win, k_rotation, k_mean, page_row, window_row, k_out, first, count, out_row,
+            k_codes, k_meta, k_unit, k_win, q_rotation, k_mean, page_row, window_row, k_out, first, count, out_row,
             head,
             page_k, head_k, page_km, head_km, win_page, win_head, win_token, out_token, out_head,
             HEAD, DP, KRP, KB, GROUPS, META8, PAGE, WPAGE, SINK, NEAR, K_MEAN, BT,

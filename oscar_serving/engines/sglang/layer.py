@@ -71,7 +71,7 @@ class OscarLayer:
         self.has_k_mean, self.has_v_mean = bool(transform.k_mean.any()), bool(transform.v_mean.any())
         self.transform = t = transform.to(pages.device)
         self.v_back = self.transform.v_rotation.mT.contiguous().to(torch.bfloat16)
-        self.k_turn = cuda_decode.turn_matrix(self.transform.k_rotation)
+        self.k_turn = cuda_decode.turn_matrix(self.transform.q_rotation)
         views = layout.views(pages)
         self.sections = views.k_codes, views.k_meta, views.v_codes, views.v_meta
         self.sides = tuple(
@@ -106,7 +106,7 @@ class OscarLayer:
         cuda = shape.kernel(q.device) == "cuda"
         fused = cuda and not needs_bias and q.dtype == torch.bfloat16  # the kernel rotates the query itself
         if not fused:
-            triton_decode.rotate_query(q, t.k_rotation, rotated, mean=t.k_mean if needs_bias else None, bias=bias)
+            triton_decode.rotate_query(q, t.q_rotation, rotated, mean=t.k_mean if needs_bias else None, bias=bias)
         common: dict[str, Any] = {
             "geometry": plan, "out": out, "sink": config.sink, "recent": config.recent, "scale": spec.scale,
             "k_unit": t.k_unit, "v_unit": t.v_unit, "q_bias": bias, "v_mean": t.v_mean if self.has_v_mean else None,
@@ -152,7 +152,7 @@ class OscarLayer:
     def _stores(self, spec: AttentionSpec) -> history.Stores:
         t = self.transform
         return history.Stores(
-            self.sections, self.windows, t.k_rotation, t.v_rotation, t.k_unit, t.v_unit,
+            self.sections, self.windows, t.q_rotation, t.v_rotation, t.k_unit, t.v_unit,
             t.k_mean if self.has_k_mean else None, t.v_mean if self.has_v_mean else None, self.layout.config, spec,
         )  # fmt: skip
 

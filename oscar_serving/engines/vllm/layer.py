@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from oscar_serving.engines.vllm.backend import OscarMetadata, PrefillMetadata
 
 _CONSTANTS = (
-    "k_rotation", "v_rotation", "k_mean", "v_mean", "k_shrink", "v_shrink", "k_unit", "v_unit",
+    "k_rotation", "q_rotation", "v_rotation", "k_mean", "v_mean", "k_shrink", "v_shrink", "k_unit", "v_unit",
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ class CachedLayer:
             owner.register_buffer(f"oscar_{name}", value.contiguous().clone(), persistent=False)
         back = transform.v_rotation.mT.contiguous().to(torch.get_default_device(), torch.bfloat16)
         owner.register_buffer("oscar_v_back", back, persistent=False)
-        turn = cuda_decode.turn_matrix(transform.k_rotation).to(torch.get_default_device())
+        turn = cuda_decode.turn_matrix(transform.q_rotation).to(torch.get_default_device())
         owner.register_buffer("oscar_k_turn", turn, persistent=False)
         #: Type of new K and V, in which the store kernel takes the rotations.
         self.kind = torch.get_default_dtype()
@@ -130,7 +130,7 @@ class CachedLayer:
         fused = cuda and not needs_bias and q.dtype == torch.bfloat16  # the kernel rotates the query itself
         if not fused:
             mean = self._constant("k_mean") if needs_bias else None
-            triton_decode.rotate_query(q, self._constant("k_rotation"), rotated, mean=mean, bias=bias)
+            triton_decode.rotate_query(q, self._constant("q_rotation"), rotated, mean=mean, bias=bias)
         common: dict[str, Any] = {
             "geometry": plan, "out": out, "sink": config.sink, "recent": config.recent, "scale": self.spec.scale,
             "k_unit": self._constant("k_unit"), "v_unit": self._constant("v_unit"), "q_bias": bias,
@@ -188,7 +188,7 @@ class CachedLayer:
             for name, used in (("k_mean", self.has_k_mean), ("v_mean", self.has_v_mean))
         )
         return history.Stores(
-            self.sections, self.windows, self._constant("k_rotation"), self._constant("v_rotation"),
+            self.sections, self.windows, self._constant("q_rotation"), self._constant("v_rotation"),
             self._constant("k_unit"), self._constant("v_unit"), k_mean, v_mean, self.layout.config, self.spec,
             self.sinks,
         )  # fmt: skip
