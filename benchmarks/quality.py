@@ -117,7 +117,7 @@ def grid(model: EvaluatedModel, options: argparse.Namespace) -> dict[str, Any]:
         print(configuration.name, file=sys.stderr, flush=True)
     report = evaluate(
         model, chosen, evaluation_texts(options), options.state / f"grid-report-{options.model}",
-        sequences=options.sequences, tokens=TOKENS, state=options.state / "tokens", progress=say,
+        sequences=SEQUENCES, tokens=TOKENS, limit=options.limit, state=options.state / "tokens", progress=say,
     )  # fmt: skip
     return report.to_dict()
 
