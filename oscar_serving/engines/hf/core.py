@@ -62,7 +62,9 @@ class EngineCore:
                 chunks = self.scheduler.schedule()
             except Exception as error:
                 log.exception("scheduling failed")
-                return [self.fail(sequence, _internal(error)) for sequence in list(self.scheduler)]
+                concerned = self.scheduler.concerned
+                sequences = list(self.scheduler) if concerned is None else [concerned]
+                return [self.fail(sequence, _internal(error)) for sequence in sequences]
             if not chunks:
                 return self._unschedulable()
             rows, spans = _wanted_rows(chunks)

@@ -48,6 +48,12 @@ class Scheduler:
     back to the front of the queue, its pages to the prefix index, and is computed again later. The oldest
     request is never preempted for a younger one, and no younger one is admitted before it, so every request
     gets its turn.
+
+    Attributes
+    ----------
+    concerned
+        The request that :meth:`schedule` is taking pages for: when it raises, this one is to fail, and the others
+        are scheduled again.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Scheduler:
         self._prefix_caching = prefix_caching
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.concerned: Sequence | None = None
         self.preemptions = 0
         self.cached_prompt_tokens = 0
 
@@ -87,10 +94,12 @@ class Scheduler:
         budget = self._max_batched_tokens
         chunks: list[Chunk] = []
         preempted = False
+        self.concerned = None
         for decoding in (True, False):
             for sequence in list(self.running):
                 if sequence not in self.running or (sequence.remaining == 1) != decoding or not budget:
                     continue
+                self.concerned = sequence
                 count = _cut(sequence, budget)
                 while not self._pool.reserve(sequence.request_id, count):
                     preempted = True
@@ -105,6 +114,7 @@ class Scheduler:
         while budget and self.waiting and len(self.running) < self._max_num_seqs and not preempted:
             if self._prefix_is_coming(self.waiting[0]):
                 break
+            self.concerned = self.waiting[0]
             chunk = self._admit(self.waiting[0], budget)
             if chunk is None:
                 break
@@ -119,9 +129,14 @@ class Scheduler:
         tokens = sequence.tokens[:1] if sequence.scores_prompt else sequence.tokens
         sequence.computed = self._pool.admit(sequence.request_id, tokens)
         count = _cut(sequence, budget)
-        if not self._pool.reserve(sequence.request_id, count):
-            self._pool.preempt(sequence.request_id)
-            sequence.computed = 0
+        reserved = False
+        try:
+            reserved = self._pool.reserve(sequence.request_id, count)
+        finally:
+            if not reserved:  # it goes on waiting, without the pages of its prefix
+                self._pool.preempt(sequence.request_id)
+                sequence.computed = 0
+        if not reserved:
             return None
         if sequence.cached is None:
             sequence.cached = min(sequence.computed, sequence.prompt_length)
