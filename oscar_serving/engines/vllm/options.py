@@ -85,6 +85,7 @@ def check_supported(vllm_config: Any) -> None:
     cache, parallel, model = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.model_config
     dtype = f"--kv-cache-dtype {cache.cache_dtype}"
     speculative = vllm_config.speculative_config
+    heads, ranks = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
     refusals = (
         (model.use_mla, "multi-head latent attention caches latents, not K and V", "use another kv-cache dtype"),
         (
@@ -106,6 +107,11 @@ def check_supported(vllm_config: Any) -> None:
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "context parallelism splits a sequence's blocks over ranks",
             "use tensor, pipeline or data parallelism",
+        ),
+        (
+            heads % ranks != 0 and ranks % heads != 0,
+            f"{heads} KV heads cannot be split over {ranks} ranks, nor be replicated evenly",
+            "use a --tensor-parallel-size that divides them or is a multiple of them",
         ),
         (model.is_hybrid, "Mamba state cannot share blocks with the two stores", "use another kv-cache dtype"),
         (model.is_encoder_decoder, "cross-attention is not supported", "use another kv-cache dtype"),
