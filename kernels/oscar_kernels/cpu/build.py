@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 HEADERS = ("cache.h", "mixes.h", "parallel.h", "pieces.h", "scores.h", "vectors.h")
 BUILD_SECONDS = 300
 #: Bytes of the cache must be those of the torch codec, so the store does not contract multiplications with additions.
-EXTRA_FLAGS = {"store": ("-ffp-contract=off",), "decode": ("-ffp-contract=fast",), "prefill": ("-ffp-contract=fast",)}
+EXTRA_FLAGS = {"store": ("-ffp-contract=off",)} | dict.fromkeys(("decode", "prefill", "srft"), ("-ffp-contract=fast",))
 
 
 class BuildError(RuntimeError):
@@ -29,7 +29,7 @@ class BuildError(RuntimeError):
 
 @functools.cache
 def load(name: str) -> ctypes.CDLL:
-    """The library of ``name`` (``store``, ``decode`` or ``prefill``), built if it is not there yet.
+    """The library of ``name`` (``store``, ``decode``, ``prefill`` or ``srft``), built if it is not there yet.
 
     Raises
     ------
