@@ -28,8 +28,9 @@ def save_model(folder: Path, kv_heads: int, query_heads: int = 8, *, weights: bo
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=32 * query_heads, intermediate_size=256, num_hidden_layers=2, num_attention_heads=query_heads,
-        num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2,
+        vocab_size=512, hidden_size=32 * query_heads, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=query_heads, num_key_value_heads=kv_heads, head_dim=32,
+        max_position_embeddings=2048, bos_token_id=1, eos_token_id=2,
         initializer_range=0.08, torch_dtype="bfloat16",
     )  # fmt: skip
     if weights:
