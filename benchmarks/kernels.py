@@ -162,7 +162,7 @@ def cuda_run(data: Decode) -> tuple[Run, Tensor]:
     floats, ints = cuda.workspace_size(batch, shape.heads, shape.head_dim, geometry)
     partial, arrived = torch.empty(floats, device=device), torch.zeros(ints, dtype=torch.int32, device=device)
     out = torch.full_like(data.q, float("nan"))
-    back, turn = data.rotation.mT.contiguous().bfloat16(), cuda.turn_matrix(data.rotation)
+    back, turn = cuda.back_matrix(data.rotation), cuda.turn_matrix(data.rotation)
 
     def run() -> None:
         cuda.decode(

@@ -57,7 +57,7 @@ class Constants:
                 (layer.windows[:, 0], layer.windows[:, 1]),
                 not all(torch.equal(r, eye.expand_as(r)) for r in (t.k_rotation, t.q_rotation, t.v_rotation)),
                 cuda_decode.turn_matrix(t.q_rotation),
-                t.v_rotation.mT.contiguous().bfloat16(),
+                cuda_decode.back_matrix(t.v_rotation),
                 {},
             )
         constants: Constants = layer.derived["triton"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_kernels.cuda.decode import Plan, decode, plan, supported, turn_matrix, workspace_size
+from oscar_kernels.cuda.decode import Plan, back_matrix, decode, plan, supported, turn_matrix, workspace_size
 from oscar_serving.attention.reference import Reference, reference_attention
 from oscar_serving.attention.spec import AttentionSpec
 from oscar_serving.codec import PageLayout, pack, quantize
@@ -162,7 +162,7 @@ def run(
             k_unit=transform.k_unit.cuda(),
             v_unit=transform.v_unit.cuda(),
             q_bias=bias.cuda(),
-            v_back=transform.v_rotation.mT.contiguous().bfloat16().cuda(),
+            v_back=back_matrix(transform.v_rotation).cuda(),
             v_mean=transform.v_mean.cuda(),
             sliding_window=sliding,
             softcap=softcap,

@@ -16,7 +16,7 @@
 namespace oscar {
 namespace {
 
-constexpr int kTile = 64;                        // keys
+constexpr int kTile = 64;                        // keys, a multiple of kAcross
 constexpr int kAcross = kLanes == 8 ? 2 : 4;     // keys, or rows, that share a load in the products
 constexpr int kWide = 4;                         // vectors that share a broadcast
 constexpr float kNone = -std::numeric_limits<float>::infinity();
@@ -60,12 +60,12 @@ void read_codes(const uint8_t* packed, const char* meta, const Layer& layer, int
   }
 }
 
-// scores[t][row] = k_t · q_row for N vectors of rows
+// scores[t][row] = k_t · q_row for N vectors of rows; up to kAcross - 1 keys more than `count`, for which there is room. A
+// loop of its own for the rest might round otherwise.
 template <int N>
 void score_columns(const float* k, const float* qt, int d, int rows, int count, float* scores) {
   typedef Vec<kLanes>::f F;
-  int t = 0;
-  for (; t + kAcross <= count; t += kAcross) {
+  for (int t = 0; t < count; t += kAcross) {
     F sum[kAcross][N] = {};
     for (int c = 0; c < d; ++c) {
       F q[N];
@@ -76,12 +76,6 @@ void score_columns(const float* k, const float* qt, int d, int rows, int count, 
     for (int i = 0; i < kAcross; ++i)
       for (int n = 0; n < N; ++n) save(scores + (t + i) * rows + n * kLanes, sum[i][n]);
   }
-  for (; t < count; ++t)
-    for (int n = 0; n < N; ++n) {
-      F sum = {};
-      for (int c = 0; c < d; ++c) sum += k[t * d + c] * load<F>(qt + int64_t(c) * rows + n * kLanes);
-      save(scores + t * rows + n * kLanes, sum);
-    }
 }
 
 void score_tile(const float* k, const float* qt, int d, int rows, int count, float* scores) {

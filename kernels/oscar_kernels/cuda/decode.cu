@@ -24,8 +24,13 @@
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(const __grid_constant__ Params p) {
   const int split = blockIdx.x, head = blockIdx.y % p.heads, row_tile = blockIdx.y / p.heads, request = blockIdx.z;
-  if (p.k_turn) prefetch_matrix(p.k_turn, head);
+  // Matrices are never written while kernels run: they come in while the kernel in front still works.
+  const u16* k_turn = p.k_turn + (i64)head * D * D;
+  Turn turn;
+  if (p.k_turn) load_turn(turn, k_turn);
+  if (p.k_turn && !TURN_AHEAD) prefetch_matrix(p.k_turn, head);
   if (p.v_back && split == 0) prefetch_matrix(p.v_back, head);
+  wait_for_previous();
   const int length = p.lengths[request];
   const int q0 = p.query_start[request], queries = p.query_start[request + 1] - q0;
   const int total_rows = queries * p.ratio, row0 = row_tile * ROWS;
@@ -104,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
     top = sh_top[0];
 #pragma unroll
     for (int w = 1; w < WARPS; ++w) top = fmaxf(top, sh_top[w]);
-    rotate_rows(sh_q, p, head, top);
+    rotate_rows<false>(sh_q, turn, k_turn, top);
   }
 
   Rows rows;
@@ -214,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
                       window_table, row, quad);
   }
 
+  let_next_start();  // not earlier: its CTAs would wait where CTAs of this grid still have to run
   // Merge of the warps: rows of channels, maximum and sum.
   __syncthreads();  // the ring is no longer needed
 #pragma unroll
@@ -262,6 +268,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) oscar_decode(
     __syncthreads();
     if (!sh_last) return;
   }
-  finish(p, sh_q, sh_o, (u16*)(shared + ROWS * D * 4 + RESULT_BYTES), sh_one, sh_m[0], partial, stats, splits, live, row0, q0, head);
+  finish(p, sh_q, (float(*)[ROWS]) & sh_o[0][0][0], sh_one, sh_m[0], sh_top, partial, stats, splits, live, row0, q0, head);
   if (threadIdx.x == 0 && splits > 1) p.arrived[pair] = 0;
 }

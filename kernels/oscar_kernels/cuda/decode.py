@@ -89,14 +89,14 @@ def plan(
     per = 1 if rows <= 8 else 2
     row_tiles = -(-rows // (8 * per))
     pairs = batch * heads * row_tiles
+    thin = sms // pairs
     if head_dim == 256 or per == 2:
         tokens, min_ctas, stages = (16 if head_dim == 256 else 32), 2, 4
-    elif page_size >= 64 and max_length >= 4096:
+    elif page_size >= 64 and max_length >= (8192 if thin >= 8 else 4096):
         tokens, min_ctas, stages = 64, 3, 3
     else:
-        tokens, min_ctas, stages = 32, 4, 4
+        tokens, min_ctas, stages = 32, 3 if thin >= 8 else 4, 4
     most = max(1, min(256, max_length // (_WARPS * tokens)))
-    thin = sms // pairs
     if thin >= 8:
         return Plan(max(1, min(most + 4, min_ctas * thin)), thin, per, row_tiles, tokens, min_ctas, stages)
     # Much work: the number of splits whose last wave wastes least.
@@ -117,8 +117,13 @@ def workspace_size(batch: int, heads: int, head_dim: int, geometry: Plan) -> tup
 
 
 def turn_matrix(rotation: Tensor) -> Tensor:
-    """R_K ``[Hkv, d, d]`` as the kernel wants it: its transpose in fp16, whose 11 bits are exact enough below 1."""
+    """R_K ``[Hkv, d, d]`` as ``k_turn``: its transpose in fp16, whose 11 bits are exact enough below 1."""
     return rotation.mT.contiguous().half()
+
+
+def back_matrix(rotation: Tensor) -> Tensor:
+    """R_V ``[Hkv, d, d]`` as ``v_back``: fp16."""
+    return rotation.contiguous().half()
 
 
 @functools.cache
@@ -168,10 +173,12 @@ def decode(
     partial, arrived
         Workspace of :func:`workspace_size`.
     k_turn
-        :func:`turn_matrix` of R_K: the kernel rotates the query itself.
+        :func:`turn_matrix` of R_K: the kernel rotates the query itself. It is read while the kernel in front may still
+        run, so it must not be what that kernel writes; everything else may be.
+    v_back
+        :func:`back_matrix` of R_V: the kernel rotates the result back. Read early like ``k_turn``.
     out
-        bf16 or fp16 ``[T, Hq, d]``, written in place: model space when ``v_back`` (bf16 ``[Hkv, d, d]``, R_V
-        transposed) is given, else cache space.
+        bf16 or fp16 ``[T, Hq, d]``, written in place: model space with ``v_back``, else cache space.
     lse
         float32 ``[T, Hq]``, natural logarithm, or ``None``.
     """
@@ -184,11 +191,13 @@ def decode(
     if reason:
         raise ValueError(f"CUDA decode kernel: {reason}; use the Triton kernel")
     dtype = torch.float32 if k_turn is None else torch.bfloat16
-    if q.dtype != dtype or q.stride()[1:] != (d, 1) or not out.is_contiguous():
+    # The stride of a dimension of size 1 means nothing.
+    packed = q.stride(2) == 1 and (q.stride(1) == d or query_heads == 1)
+    if q.dtype != dtype or not packed or not out.is_contiguous():
         raise ValueError(f"q must be {dtype} with contiguous tokens and out contiguous, got {q.dtype} {q.stride()}")
     meta8 = k_meta.element_size() == 1
     page_stride, head_stride = (k_codes.stride(i) * k_codes.element_size() for i in (0, 1))
-    for c in codes:  # the stride of a dimension of size 1 means nothing
+    for c in codes:
         shared = c.stride(0) * c.element_size() == page_stride or c.shape[0] == 1
         if not shared or (c.stride(1) * c.element_size() != head_stride and heads > 1):
             raise ValueError("code and metadata views must share page and head strides, as PageLayout.views gives them")

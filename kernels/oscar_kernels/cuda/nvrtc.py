@@ -16,6 +16,22 @@ import torch
 #: Constant of each kernel's source: bytes of dynamic shared memory a block.
 SHARED_BYTES = b"oscar_shared_bytes"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """``CUlaunchAttribute`` whose value is an integer."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
 
 
 class CudaError(RuntimeError):
@@ -103,6 +119,7 @@ class Kernel:
     def __init__(self, path: Path, name: str, defines: dict[str, int], device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         macros = (f"-D{k}={v}" for k, v in defines.items())
+        self._waits = major >= 9
         options = (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *macros)
         headers = {p.name: p.read_text() for p in sorted(path.parent.glob("*.cuh"))}
         code = compile_cubin(path.read_text(), headers, options)
@@ -124,8 +141,14 @@ class Kernel:
             )
 
     def launch(self, grid: tuple[int, int, int], threads: int, params: ctypes.Structure) -> None:
-        """Enqueue on the current stream (also under graph capture)."""
+        """Enqueue on the current stream (also under graph capture).
+
+        From compute capability 9.0 on it may start before the kernel in front of it has ended: the kernel must wait
+        (``griddepcontrol.wait``) before it touches what others write.
+        """
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        failed = _driver().cuLaunchKernel(self._function, *grid, threads, 1, 1, self._shared, stream, argument, None)
-        _check(failed, "cuLaunchKernel")
+        early = _LaunchAttribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
+        config = _LaunchConfig(grid, (threads, 1, 1), self._shared, stream, ctypes.pointer(early), int(self._waits))
+        failed = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, argument, None)
+        _check(failed, "cuLaunchKernelEx")

@@ -10,10 +10,9 @@
 #define M_BYTES (TOKENS * NG * META_BYTES)
 #define STAGE_BYTES (K_BYTES + V_BYTES + 2 * M_BYTES)
 #define RING_BYTES (WARPS * STAGES * STAGE_BYTES)
-// Afterwards the same memory holds the warps' results and, where it fits, R_V^T.
+// Afterwards the same memory holds the warps' results.
 #define RESULT_BYTES (WARPS * ROWS * D * 4)
-#define BACK_IN_SHARED (D <= 128)
-#define SHARED_BYTES (ROWS * D * 4 + (RING_BYTES > RESULT_BYTES + BACK_IN_SHARED * D * D * 2 ? RING_BYTES : RESULT_BYTES + BACK_IN_SHARED * D * D * 2))
+#define SHARED_BYTES (ROWS * D * 4 + (RING_BYTES > RESULT_BYTES ? RING_BYTES : RESULT_BYTES))
 
 extern "C" __device__ const int oscar_shared_bytes = SHARED_BYTES;  // for the launcher
 

@@ -39,7 +39,7 @@ struct Params {
   const float *k_unit, *v_unit;  // [Hkv]
   const float* q_bias;       // [T, Hq] q . k_mean, or null
   const float* sinks;        // [Hq] learned sinks, or null
-  const u16* v_back;         // [Hkv, D, D] bf16: R_V^T (row: cache channel, column: model channel), or null
+  const u16* v_back;         // [Hkv, D, D] fp16: R_V (row: model channel), or null
   const float* v_mean;       // [Hkv, D] or null
   u16* out;                  // [T, Hq, D]
   float* lse;                // [T, Hq] natural log, or null

@@ -9,6 +9,8 @@ __device__ __forceinline__ float lg2(float x) { float y; asm("lg2.approx.f32 %0,
 // 1 - 2 / (1 + e^2x): absolute error 1e-7, where tanh.approx has 5e-4.
 __device__ __forceinline__ float tanh_(float x) { return 1.f - __fdividef(2.f, 1.f + ex2(2.f * 1.4426950408889634f * x)); }
 __device__ __forceinline__ u32 pack16(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+// What fp16 leaves of x.
+__device__ __forceinline__ float rest16(float x) { float r; asm("{ .reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(r) : "f"(x)); return x - r; }
 __device__ __forceinline__ u32 packb16(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 __device__ __forceinline__ float half_to_float(u32 h) { float f; asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.f32.f16 %0, t;}" : "=f"(f) : "r"(h)); return f; }
 __device__ __forceinline__ u32 transpose8x8(u32 x) { u32 y; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x)); return y; }
@@ -44,6 +46,19 @@ template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // Adds 1 once all that this CTA wrote (before a barrier) is visible to the GPU; sees what earlier adders published.
 __device__ __forceinline__ int arrive(int* counter) { int old; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(old) : "l"(counter) : "memory"); return old; }
+
+// Programmatic dependent launch: the next kernel may start once every CTA is running, and waits itself for the end of this
+// one; what kernels in front wrote is visible after the wait only.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // Streaming loads: every byte of the cache is read once.
 __device__ __forceinline__ u32 ldg32(const void* p) { u32 r; asm("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(r) : "l"(p)); return r; }

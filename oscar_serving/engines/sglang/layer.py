@@ -70,7 +70,7 @@ class OscarLayer:
         self.layout, self.pages, self.windows, self.kind = layout, pages, windows, kind
         self.has_k_mean, self.has_v_mean = bool(transform.k_mean.any()), bool(transform.v_mean.any())
         self.transform = t = transform.to(pages.device)
-        self.v_back = self.transform.v_rotation.mT.contiguous().to(torch.bfloat16)
+        self.v_back = cuda_decode.back_matrix(self.transform.v_rotation)
         self.k_turn = cuda_decode.turn_matrix(self.transform.q_rotation)
         views = layout.views(pages)
         self.sections = views.k_codes, views.k_meta, views.v_codes, views.v_meta

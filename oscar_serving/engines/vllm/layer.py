@@ -45,7 +45,7 @@ class CachedLayer:
         for name in _CONSTANTS:
             value = getattr(transform, name).to(torch.get_default_device())
             owner.register_buffer(f"oscar_{name}", value.contiguous().clone(), persistent=False)
-        back = transform.v_rotation.mT.contiguous().to(torch.get_default_device(), torch.bfloat16)
+        back = cuda_decode.back_matrix(transform.v_rotation).to(torch.get_default_device())
         owner.register_buffer("oscar_v_back", back, persistent=False)
         turn = cuda_decode.turn_matrix(transform.q_rotation).to(torch.get_default_device())
         owner.register_buffer("oscar_k_turn", turn, persistent=False)
