@@ -29,7 +29,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     )
     app.state.oscar = ServerState(engine, settings)
     app.include_router(router)
-    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    app.openapi = lambda: document(app, needs_key=settings.api_key is not None)  # type: ignore[method-assign]
     install_error_handlers(app)
     # The last one added is the outermost: every request is logged, and nothing of it is read before its key is checked.
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)

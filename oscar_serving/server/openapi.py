@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from oscar_serving.server.auth import OPEN_PATHS
 from oscar_serving.server.errors import ErrorResponse
 from oscar_serving.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from oscar_serving.server.responses import ChatChunk
@@ -40,13 +41,43 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def document(app: FastAPI) -> dict[str, Any]:
+def events(chunk: type[BaseModel]) -> dict[str, Any]:
+    """The stream's content: ``schema`` describes one event, as OpenAPI before 3.2 has it."""
+    schema = {
+        "type": "object",
+        "description": f"One event: a {chunk.__name__}, an ErrorResponse when the request fails, [DONE] at the end.",
+        "properties": {"data": {"type": "string"}},
+        "required": ["data"],
+    }
+    return {"text/event-stream": {"schema": schema}}
+
+
+def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
     """The document, made on the first call."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         _, definitions = models_json_schema(
             [*((model, "validation") for model in _BODIES), (ChatChunk, "serialization")], ref_template=_REF
         )
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        components = schema.setdefault("components", {})
+        schemas = components.setdefault("schemas", {})
+        schemas.update(definitions["$defs"])
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
+        if needs_key:
+            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in schema["paths"].items():
+            for operation in operations.values():
+                _correct(operation["responses"])
+                if needs_key and path not in OPEN_PATHS:
+                    operation["security"] = [{"key": []}]
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+def _correct(responses: dict[str, Any]) -> None:
+    """What FastAPI takes for granted: a 422 for every parameter, and errors in the route's own media type."""
+    responses.pop("422", None)
+    for status, response in responses.items():
+        if int(status) >= 400:
+            response["content"] = {"application/json": {"schema": {"$ref": _REF.format(model=ErrorResponse.__name__)}}}

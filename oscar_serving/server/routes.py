@@ -14,7 +14,7 @@ from oscar_serving.server.completions import CompletionAnswer, complete
 from oscar_serving.server.dashboard import page
 from oscar_serving.server.errors import RETRY_AFTER, ApiError, bad_request
 from oscar_serving.server.metrics import CONTENT_TYPE
-from oscar_serving.server.openapi import errors, json_body
+from oscar_serving.server.openapi import errors, events, json_body
 from oscar_serving.server.refused import refuse_unsupported
 from oscar_serving.server.requests import (
     ChatRequest,
@@ -75,8 +75,7 @@ async def _answer(request: Request, answer: CompletionAnswer | ChatAnswer, *, st
 
 
 def _stream_or(model: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, object]]:
-    schema = {"description": f"Events of {chunk.__name__}, then [DONE].", "type": "string"}
-    return {200: {"model": model, "content": {"text/event-stream": {"schema": schema}}}}
+    return {200: {"model": model, "content": events(chunk)}}
 
 
 @router.post(

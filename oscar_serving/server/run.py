@@ -28,7 +28,8 @@ def bind(settings: ServerSettings) -> socket.socket:
         The address or the port cannot be had; the message names both.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family)
+    # The protocol is named, or asyncio does not turn Nagle off on what is accepted: answers then wait 40 ms for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))

@@ -101,6 +101,15 @@ def test_several_names_for_one_model(guarded: Served) -> None:
         assert answer["model"] == name
 
 
+def test_document_says_which_routes_need_the_key(guarded: Served) -> None:
+    document = guarded.client.get("/openapi.json", headers=bearer(KEY)).json()
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert ("security" in operation) == (path not in ("/health", "/version"))
+            assert "422" not in operation["responses"]
+
+
 def test_empty_key_is_no_key_at_all() -> None:
     with pytest.raises(ValueError, match="api_key is empty"):
         ServerSettings(api_key=" ")

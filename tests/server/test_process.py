@@ -13,6 +13,8 @@ from pathlib import Path
 
 import httpx
 
+from oscar_serving.server import ServerSettings, bind
+
 COMMAND = [sys.executable, "-m", "oscar_serving", "serve"]
 WAIT = 300  # seconds, far more than it takes
 TINY = [
@@ -87,6 +89,12 @@ def test_drain_time_is_over(model_folder: Path) -> None:
         assert json.loads(events[-2][6:])["error"]["code"] == "shutting_down"
         assert events[-1] == "data: [DONE]"
         assert running.wait(WAIT) == 0
+
+
+def test_listener_names_its_protocol() -> None:
+    """asyncio sets TCP_NODELAY only on such sockets; without it every answer waits for the client's delayed ACK."""
+    with bind(ServerSettings(port=0)) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_taken_port_is_one_line_before_the_model_is_loaded(model_folder: Path) -> None:
