@@ -143,6 +143,8 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         """Blocks that :meth:`allocate_new_blocks` will take, and free ones that a hit takes out of the queue."""
         have = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         need = cdiv(num_tokens, self.block_size)
+        if need <= have and not new_computed_blocks:  # most decode steps
+            return 0
         evictable = self._get_num_evictable_blocks(new_computed_blocks)
         if apply_admission_cap:
             assert self.max_admission_blocks_per_request is not None
@@ -153,8 +155,10 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         """Extend the request's table to ``num_tokens``; the null block where no later query will read."""
         table = self.req_to_blocks[request_id]
         start, stop = len(table), cdiv(num_tokens, self.block_size)
-        added = [self._null_block] * max(0, stop - start)
-        wanted = self._wanted(request_id, start, stop, num_tokens_main_model) if added else []
+        if stop <= start:
+            return []
+        added = [self._null_block] * (stop - start)
+        wanted = self._wanted(request_id, start, stop, num_tokens_main_model)
         fresh = self.block_pool.get_new_blocks(len(wanted))
         for index, block in zip(wanted, fresh, strict=True):
             added[index - start] = block
@@ -183,6 +187,10 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         recent = self.kv_cache_spec.recent
         first = self._next_leaving.get(request_id, self.kv_cache_spec.sink_blocks)
         last = min(window_start(processed_computed_tokens, recent) // self.block_size, len(table))
+        # Every step of every request comes here, and few change anything: blocks leave, and hit boundaries pass, when the
+        # position crosses a block's edge.
+        if last <= first and processed_computed_tokens % self.block_size:
+            return
         leaving: list[KVCacheBlock] = []
         for i in range(first, last):
             block = table[i]
