@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from oscar_kernels.metal import bridge
 from oscar_serving.codec.signed import Signed, dequantize_signed
 from oscar_serving.config import ConfigError
+from oscar_serving.engines.apple.compiled import MAX_NEW_TOKENS
 from oscar_serving.engines.apple.layer import PackedKeys
 
 #: Name under which models find the attention function, and its mask function.
@@ -58,8 +59,11 @@ def packed_attention(
         mask = attention_mask[:, 0].expand(query.shape[0], -1, -1)
     heads = layer.k.codes.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rotated = _per_head(query.float() * scale, layer.k_side.read_matrix, heads)
     window, softcap = layer.sliding_window or 0, float(kwargs.get("softcap") or 0.0)
+    if query.shape[2] <= MAX_NEW_TOKENS and (compiled := layer.compiled):
+        output = compiled.attend(query, mask, key.first, key.keys, scale=scale, window=window, softcap=softcap)
+        return output.to(query.dtype), None
+    rotated = _per_head(query.float() * scale, layer.k_side.read_matrix, heads)
     if query.device.type == "mps":
         output = bridge.attend(rotated, *layer.k, *layer.v, mask, key.first, key.keys, window, softcap)
     else:

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from oscar_serving.codec.signed import Signed
 from oscar_serving.codec.srft_int4 import SideTransform, SrftConfig
 from oscar_serving.config import ConfigError
+from oscar_serving.engines.apple.compiled import CompiledRows, cpu_kernels
 from oscar_serving.engines.apple.encode import encode_into
 
 #: Rows of a new buffer, and least growth.
@@ -71,6 +72,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._factors = factors
         self._rows = rows
         self._buffers: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._compiled: tuple[Tensor, CompiledRows] | None = None
 
     @property
     def k(self) -> Signed:
@@ -83,6 +85,21 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """V codes and scales, the whole buffers."""
         assert self._buffers is not None
         return Signed(*self._buffers[2:])
+
+    @property
+    def compiled(self) -> CompiledRows | None:
+        """The buffers as the compiled CPU kernels take them; ``None`` where they do not serve this layer."""
+        codes, d = self.k.codes, self.k_side.rotation.shape[-1]
+        if self._compiled is not None and self._compiled[0] is codes:
+            return self._compiled[1]
+        if codes.device.type != "cpu" or not CompiledRows.takes(d, self.config.groups(d)):
+            return None
+        kernels = cpu_kernels()
+        if kernels is None:
+            return None
+        rows = CompiledRows(kernels, self.k, self.v, self.k_side, self.v_side)
+        self._compiled = codes, rows  # made anew when the buffers are others
+        return rows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Build the transforms for the shape ``[batch, heads, tokens, d]`` of the first keys."""
@@ -108,8 +125,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.sliding_window is not None:
             self.start = max(self.start, self.end - self.sliding_window + 1)
         self._make_room(key_states, tokens)
-        encode_into(self.k_side, key_states, self.k, self.end, self.config.k_bits, self.config)
-        encode_into(self.v_side, value_states, self.v, self.end, self.config.v_bits, self.config)
+        if compiled := self.compiled:
+            compiled.store(key_states, value_states, self.end)
+        else:
+            encode_into(self.k_side, key_states, self.k, self.end, self.config.k_bits, self.config)
+            encode_into(self.v_side, value_states, self.v, self.end, self.config.v_bits, self.config)
         self.end += tokens
         self.seen += tokens
         handle = PackedKeys(self, self.start, self.end - self.start)
