@@ -181,7 +181,7 @@ class SglangEngine:
         self.engine.shutdown()
 
 
-ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
+ENGINES: dict[str, type[VllmEngine | SglangEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
 
 
 def prompts(args: argparse.Namespace) -> dict[str, list[list[int]]]:
