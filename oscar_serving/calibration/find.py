@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from oscar_serving.calibration.architecture import weights_digest
 from oscar_serving.calibration.artifact import FILE_NAME, ArtifactError, read_header
@@ -23,34 +24,54 @@ def find_artifact(model: Path | str, choice: Path | str = "auto") -> Path:
     model
         Folder of the model.
     choice
-        A path, taken as it is; or ``auto``: the artifact made for a model of that name (the folder's, or
-        ``_name_or_path`` of its configuration) or with those weights, in the model's own folder,
+        A path; or ``auto``: the artifact made for those weights, else one that does not know its weights and was made for
+        a model of that name (the folder's, or ``_name_or_path`` of its configuration), in the model's own folder,
         ``$OSCAR_ARTIFACTS``, or the shipped ones.
 
     Raises
     ------
     ArtifactError
-        There is none.
+        There is none, or the path's was made for other weights.
     """
+    model = Path(model).expanduser()
+    digest = weights_digest(model)
     if str(choice) != "auto":
         path = Path(choice).expanduser()
         if not path.exists():
             raise ArtifactError(f"{path}: no such artifact")
+        made_for = _made_for(path)
+        if digest and digest != (made_for.get("weights_digest") or digest):
+            raise ArtifactError(
+                f"{path}: made for other weights, those of {made_for.get('id', 'an unnamed model')} (digest "
+                f"{made_for['weights_digest'][:8]}, {model.name} has {digest[:8]}): run `oscar calibrate {model} --out DIR`"
+            )
         return path
-    model = Path(model).expanduser()
-    names = _names(model)
-    digest = weights_digest(model)
-    places = list(known_artifacts(model))
-    for folder in places:
-        made_for = read_header(folder)["metadata"].get("model", {})
-        same_weights = digest is not None and made_for.get("weights_digest") == digest
-        if same_weights or str(made_for.get("id", "")).lower() in names:
+    names, by_name, unreadable, count = _names(model), None, [], 0
+    for folder in known_artifacts(model):
+        count += 1
+        try:
+            made_for = _made_for(folder)
+        except ArtifactError as error:  # most likely another model's
+            unreadable.append(str(error))
+            continue
+        made_from = made_for.get("weights_digest")
+        if digest and made_from == digest:
             return folder
+        if by_name is None and not (digest and made_from) and str(made_for.get("id", "")).lower() in names:
+            by_name = folder
+    if by_name:
+        return by_name
     raise ArtifactError(
-        f"no calibration artifact for {model.name} among {len(places)} known ones: "
-        f"run `oscar calibrate {model} --out DIR` and pass its folder, or set "
+        f"no calibration artifact for {model.name} among {count} known ones"
+        + "".join(f" ({problem})" for problem in unreadable)
+        + f": run `oscar calibrate {model} --out DIR` and pass its folder, or set "
         f"${SEARCH_VARIABLE}; `hadamard` serves uncalibrated, with lower quality"
     )
+
+
+def _made_for(folder: Path) -> dict[str, Any]:
+    made_for: dict[str, Any] = read_header(folder)["metadata"].get("model", {})
+    return made_for
 
 
 def shipped_artifacts() -> Path:

@@ -182,6 +182,33 @@ def model_folder(path: Path, fill: float) -> Path:
     return path
 
 
+def test_other_weights_of_the_same_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fine-tuned model keeps its base's name in its configuration, and wants a calibration of its own."""
+    from oscar_serving.calibration.architecture import weights_digest
+
+    base, tuned = model_folder(tmp_path / "base", 1.0), model_folder(tmp_path / "tuned", 2.0)
+    (tuned / "config.json").write_text('{"_name_or_path": "maker/base"}')
+    shelf = tmp_path / "shelf"
+    artifact(id="base", weights_digest=weights_digest(base)).save(shelf / "a")
+    monkeypatch.setenv("OSCAR_ARTIFACTS", str(shelf))
+    assert find_artifact(base) == shelf / "a"
+    with pytest.raises(ArtifactError, match="no calibration artifact for tuned"):
+        find_artifact(tuned)
+    with pytest.raises(ArtifactError, match=r"made for other weights, those of base .*oscar calibrate"):
+        find_artifact(tuned, shelf / "a")
+
+
+def test_an_unreadable_artifact_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, shelf = model_folder(tmp_path / "one", 1.0), tmp_path / "shelf"
+    (shelf / "a").mkdir(parents=True)
+    (shelf / "a" / "oscar.safetensors").write_bytes(b"nonsense")
+    artifact(id="one").save(shelf / "b")
+    monkeypatch.setenv("OSCAR_ARTIFACTS", str(shelf))
+    assert find_artifact(one) == shelf / "b"
+    with pytest.raises(ArtifactError, match=r"no calibration artifact for other .*oscar.safetensors"):
+        find_artifact(model_folder(tmp_path / "other", 2.0))
+
+
 def test_find_by_name_weights_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from oscar_serving.calibration.architecture import weights_digest
 
@@ -195,7 +222,8 @@ def test_find_by_name_weights_and_order(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("OSCAR_ARTIFACTS", str(shelf))
     assert find_artifact(one) == shelf / "a"
     assert find_artifact(other) == shelf / "b"
-    assert find_artifact(one, shelf / "b") == shelf / "b"
+    assert find_artifact(other, shelf / "b") == shelf / "b"
+    assert find_artifact(other, shelf / "a") == shelf / "a"  # it does not know its weights
     artifact(id="one").save(one)
     assert find_artifact(one) == one
     with pytest.raises(ArtifactError, match="no such artifact"):
