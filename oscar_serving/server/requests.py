@@ -31,6 +31,15 @@ Count = Annotated[int, Field(ge=0)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
+#: Only an assistant's message may be without content: it may hold calls alone.
+_CONTENT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"role": {"const": "assistant"}}},
+        {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+    ]
+}
+
+
 class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -101,7 +110,7 @@ class ToolCall(_Request):
 class ChatMessage(_Request):
     """One message; other fields go to the chat template as they are."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_CONTENT_SCHEMA)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
