@@ -4,6 +4,7 @@
 #   ./launch/quickstart.sh [options of `oscar serve`]   runs until Ctrl-C
 #   ./launch/quickstart.sh --check                      starts it, asks it a question, stops it; exits 0 when all is well
 set -euo pipefail
+# shellcheck source=launch/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 install_oscar embedded

@@ -5,6 +5,7 @@
 #
 # The packed SRFT cache (int4) is for generate() so far, not for this server: docs/apple.md.
 set -euo pipefail
+# shellcheck source=launch/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 if [ "$(uname -s)" != Darwin ] || [ "$(uname -m)" != arm64 ]; then

@@ -2,17 +2,15 @@
 # Tests of the SGLang adapter without a GPU: SGLang's wheel beside a CPU build of torch, in a virtual environment of
 # its own; the kernels run in the Triton interpreter.
 #
-#   OSCAR_SGLANG_VENV   where that environment lies; default: .venv-sglang in the checkout
+#   OSCAR_SGLANG_TEST_VENV   where that environment lies; default: .venv-sglang-test in the checkout
 #
 # Arguments go to pytest.
 set -euo pipefail
+# shellcheck source=launch/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-venv="${OSCAR_SGLANG_VENV:-$root/.venv-sglang}"
+venv="${OSCAR_SGLANG_TEST_VENV:-$root/.venv-sglang-test}"
 
-if [ ! -x "$venv/bin/python" ]; then
-  say "creating $venv"
-  "$(find_python)" -m venv "$venv"
-fi
+make_environment
 pip() { "$venv/bin/python" -m pip install --quiet --prefer-binary "$@"; }
 if [ ! -e "$venv/.oscar-sglang" ]; then
   say "installing SGLang 0.5.23 without its GPU requirements (a few minutes)"

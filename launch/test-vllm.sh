@@ -1,17 +1,15 @@
 #!/usr/bin/env bash
 # Tests of the vLLM adapter without a GPU: vLLM's wheel beside a CPU build of torch, in a virtual environment of its own.
 #
-#   OSCAR_VLLM_VENV   where that environment lies; default: .venv-vllm in the checkout
+#   OSCAR_VLLM_TEST_VENV   where that environment lies; default: .venv-vllm-test in the checkout
 #
 # Arguments go to pytest.
 set -euo pipefail
+# shellcheck source=launch/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-venv="${OSCAR_VLLM_VENV:-$root/.venv-vllm}"
+venv="${OSCAR_VLLM_TEST_VENV:-$root/.venv-vllm-test}"
 
-if [ ! -x "$venv/bin/python" ]; then
-  say "creating $venv"
-  "$(find_python)" -m venv "$venv"
-fi
+make_environment
 pip() { "$venv/bin/python" -m pip install --quiet --prefer-binary "$@"; }
 if [ ! -e "$venv/.oscar-vllm" ]; then
   say "installing vLLM 0.33.0 without its GPU requirements (a few minutes)"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Style, types and tests. Arguments go to pytest: ./launch/test.sh tests/server -k stream
 set -euo pipefail
+# shellcheck source=launch/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 install_oscar dev
