@@ -78,7 +78,8 @@ def _asked(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(
         **{
             **fine, "kv_cache_dtype": "oscar_int2", "speculative_algorithm": None, "disaggregation_mode": "null",
-            "dcp_size": 1, "attn_cp_size": 1, "pp_size": 1, "dllm_algorithm": None, **changes,
+            "dcp_size": 1, "attn_cp_size": 1, "pp_size": 1, "dllm_algorithm": None, "tp_size": 1, "dp_size": 1,
+            "enable_dp_attention": False, **changes,
         }
     )  # fmt: skip
 
@@ -89,13 +90,17 @@ def _model(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(
         **{
             "attention_arch": AttentionArch.MHA, "is_hybrid_swa": False, "is_encoder_decoder": False, "head_dim": 128,
-            "v_head_dim": 128, "dtype": torch.bfloat16, "hf_text_config": SimpleNamespace(), **changes,
+            "v_head_dim": 128, "dtype": torch.bfloat16, "hf_text_config": SimpleNamespace(),
+            "get_total_num_kv_heads": lambda: 3, **changes,
         }
     )  # fmt: skip
 
 
 def test_what_is_supported_passes() -> None:
     resolve.refuse(_asked(), _model())
+    resolve.refuse(_asked(tp_size=3), _model())
+    resolve.refuse(_asked(tp_size=6), _model())  # each head on two ranks
+    resolve.refuse(_asked(tp_size=2, dp_size=2, enable_dp_attention=True), _model())  # attention is not split
 
 
 @pytest.mark.parametrize(
@@ -106,6 +111,7 @@ def test_what_is_supported_passes() -> None:
         ({"disaggregation_mode": "prefill"}, {}, "PD disaggregation"),
         ({"pp_size": 2}, {}, "pipeline"),
         ({"dcp_size": 2}, {}, "context parallelism"),
+        ({"tp_size": 2}, {}, "3 KV heads cannot be split over 2 ranks"),
         ({"enable_memory_saver": True}, {}, "memory saver"),
         ({}, {"attention_arch": "mla"}, "latent"),
         ({}, {"is_hybrid_swa": True}, "sliding-window"),

@@ -59,6 +59,8 @@ def refuse(asked: Any, model: Any) -> None:
     from sglang.srt.configs.model_config import AttentionArch
 
     other = "use another kv-cache dtype"
+    heads = model.get_total_num_kv_heads()
+    ranks = asked.tp_size // (asked.dp_size if asked.enable_dp_attention else 1)
     refusals = (
         (
             model.attention_arch != AttentionArch.MHA,
@@ -72,6 +74,11 @@ def refuse(asked: Any, model: Any) -> None:
             f"{other}, or vLLM with oscar-serving",
         ),
         (model.is_encoder_decoder, "cross-attention is not supported", other),
+        (
+            heads % ranks != 0 and ranks % heads != 0,
+            f"{heads} KV heads cannot be split over {ranks} ranks, nor be replicated evenly",
+            "use a --tp-size that divides them or is a multiple of them",
+        ),
         (model.head_dim != model.v_head_dim, "K and V of different head sizes are not supported", other),
         (
             model.head_dim % 16 != 0 or model.head_dim > 256,
