@@ -95,6 +95,11 @@ def attend_request(
     return out.transpose(0, 1).flatten(1, 2).to(q.dtype)
 
 
+def token_slots(tables: BatchTables, page_size: int) -> Slots:
+    """Page and slot of each new token in the store that holds every token."""
+    return _slots(tables, page_size)[0]
+
+
 class Slots(NamedTuple):
     """Rows of a step's tokens that go to one store, and page and slot of each, int64 ``[rows]``."""
 

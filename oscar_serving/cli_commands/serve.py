@@ -13,7 +13,7 @@ from oscar_serving.cli_commands.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from oscar_serving.engines.hf import Engine
 
-KvCacheDtype = Literal["oscar_int2", "oscar_k4v2", "bf16"]
+KvCacheDtype = Literal["oscar_int2", "oscar_k4v2", "srft_int4", "srft_k8v4", "bf16"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 
@@ -25,7 +25,10 @@ def serve(
     ] = "auto",
     kv_cache_dtype: Annotated[
         KvCacheDtype,
-        typer.Option(help="oscar_int2: K and V 2 bits; oscar_k4v2: K 4, V 2; bf16: for comparison."),
+        typer.Option(
+            help="oscar_int2: K and V 2 bits; oscar_k4v2: K 4, V 2; srft_int4: both 4 and srft_k8v4: K 8, V 4, on "
+            "Apple GPUs and CPUs; bf16: for comparison."
+        ),
     ] = "oscar_int2",
     kv_cache_memory: Annotated[
         int, typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache, such as 2GiB.")
@@ -143,6 +146,8 @@ def start_lines(engine: Engine, kv_cache_dtype: str) -> list[str]:
         lines[1] += f" (K {config.k_bits} bits, V {config.v_bits} bits, scales {config.scale_dtype})"
         lines.append(f"windows    first {config.sink} and last {config.recent} tokens in {config.window_dtype}")
         lines.append(f"artifact   {engine.artifact.fingerprint if engine.artifact else 'none'}")
+    if engine.options.srft:
+        lines.append("windows    none: every token is read from its codes; per-channel factors are ones")
     lines.append(f"capacity   {stats.capacity_tokens} tokens in {format_size(pool)}")
     lines.append(f"kernels    {engine.backend.name} on {engine.device}")
     return lines

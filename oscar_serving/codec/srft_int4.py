@@ -103,6 +103,18 @@ class SrftConfig:
         return ROTATIONS[self.rotation](head_dim, self.seed)
 
 
+#: ``--kv-cache-dtype`` name → (bits of K, bits of V).
+SRFT_DTYPES: dict[str, tuple[int, int]] = {"srft_int4": (4, 4), "srft_k8v4": (8, 4)}
+
+
+def served_config(kv_cache_dtype: str, head_dim: int) -> SrftConfig:
+    """Settings that a ``--kv-cache-dtype`` name stands for: groups of 32 channels, of 16 where 32 does not divide."""
+    k_bits, v_bits = SRFT_DTYPES[kv_cache_dtype]
+    config = SrftConfig(k_bits, v_bits, 16 if head_dim % 32 else 32)
+    config.groups(head_dim)
+    return config
+
+
 @dataclass(frozen=True)
 class SideTransform:
     """Rotation and per-channel factors of K or of V in one layer.

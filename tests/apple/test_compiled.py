@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oscar_serving.codec.srft_int4 import SrftConfig
-from oscar_serving.engines.apple.attention import _per_head, attend_in_blocks
+from oscar_serving.engines.apple.attention import attend_in_blocks, per_head
 from oscar_serving.engines.apple.layer import PackedLayer
 from tests.metal.cases import random, relative_error
 
@@ -49,10 +49,10 @@ def test_attention_equals_the_torch_path(d: int, config: SrftConfig, masked: boo
         mask[2, 0] = False  # a row that sees nothing gives zeros
     q = random(6, BATCH, HEADS * RATIO, new, d)
     ours = compiled.attend(q, mask, first, keys, scale=0.1, window=window or 0, softcap=3.0)
-    rotated = _per_head(q * 0.1, layer.k_side.read_matrix, HEADS)
+    rotated = per_head(q * 0.1, layer.k_side.read_matrix, HEADS)
     bits = config.k_bits, config.v_bits
     right = attend_in_blocks(rotated, layer.k, layer.v, mask, first, keys, window or 0, 3.0, bits)
-    right = _per_head(right, layer.v_side.read_matrix.mT, HEADS).transpose(1, 2)
+    right = per_head(right, layer.v_side.read_matrix.mT, HEADS).transpose(1, 2)
     assert relative_error(ours, right) <= 1e-5
     if masked:
         assert not ours[2, 0].any()

@@ -36,6 +36,10 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+#: Options that an SRFT cache takes in place of the above: no windows, no artifact.
+SRFT: dict[str, Any] = {"kv_cache_dtype": "srft_int4", "artifact": "auto", "sink": None, "recent": None}
+
+
 @dataclass
 class Served:
     """A running server: its URL, a client, and the engine behind it."""
@@ -100,8 +104,8 @@ def load(model_folder: Path) -> Callable[..., Engine]:
     return lambda **changes: Engine.load(model_folder, EngineOptions(**{**OPTIONS, **changes}))
 
 
-@pytest.fixture(scope="session")
-def served(load: Callable[..., Engine]) -> Iterator[Served]:
-    """One server for all tests that leave it as it was."""
-    with serve(load()) as running:
+@pytest.fixture(scope="session", params=["oscar_int2", "srft_int4"])
+def served(load: Callable[..., Engine], request: pytest.FixtureRequest) -> Iterator[Served]:
+    """One server of each codec for all tests that leave it as it was."""
+    with serve(load(**SRFT) if request.param == "srft_int4" else load()) as running:
         yield running

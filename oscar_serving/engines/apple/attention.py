@@ -63,19 +63,31 @@ def packed_attention(
     if query.shape[2] <= MAX_NEW_TOKENS and (compiled := layer.compiled):
         output = compiled.attend(query, mask, key.first, key.keys, scale=scale, window=window, softcap=softcap)
         return output.to(query.dtype), None
-    rotated = _per_head(query.float() * scale, layer.k_side.read_matrix, heads)
-    if query.device.type == "mps":
-        output = bridge.attend(rotated, *layer.k, *layer.v, mask, key.first, key.keys, window, softcap)
-    else:
-        output = attend_in_blocks(
-            rotated, layer.k, layer.v, mask, key.first, key.keys, window, softcap,
-            (layer.config.k_bits, layer.config.v_bits),
-        )  # fmt: skip
-    output = _per_head(output, layer.v_side.read_matrix.mT, heads)
+    rotated = per_head(query.float() * scale, layer.k_side.read_matrix, heads)
+    bits = layer.config.k_bits, layer.config.v_bits
+    output = attend_rotated(rotated, layer.k, layer.v, mask, key.first, key.keys, window, softcap, bits)
+    output = per_head(output, layer.v_side.read_matrix.mT, heads)
     return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-def _per_head(x: Tensor, matrices: Tensor, heads: int) -> Tensor:
+def attend_rotated(
+    q: Tensor,
+    k: Signed,
+    v: Signed,
+    mask: Tensor | None,
+    first: int,
+    keys: int,
+    window: int,
+    softcap: float,
+    bits: tuple[int, int],
+) -> Tensor:
+    """:func:`oscar_kernels.metal.bridge.attend` on an Apple GPU, :func:`attend_in_blocks` elsewhere."""
+    if q.device.type == "mps":
+        return bridge.attend(q, *k, *v, mask, first, keys, window, softcap)
+    return attend_in_blocks(q, k, v, mask, first, keys, window, softcap, bits)
+
+
+def per_head(x: Tensor, matrices: Tensor, heads: int) -> Tensor:
     """``[batch, query heads, tokens, d]`` times each KV head's matrix."""
     return (x.unflatten(1, (heads, -1)) @ matrices[:, None]).flatten(1, 2)
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from oscar_serving.attention.base import AttentionBackend, BatchTables, LayerCache
+from oscar_serving.attention.base import BatchTables, LayerCache
 from oscar_serving.attention.spec import AttentionSpec
+from oscar_serving.engines.apple.paged import SrftLayer
 
 #: Name under which models find the attention function.
 ATTENTION = "oscar"
@@ -47,8 +48,8 @@ class StepTables:
 class AttachedLayer:
     """What an attention module needs to store and attend; set on the module as ``oscar_layer``."""
 
-    cache: LayerCache
-    backend: AttentionBackend
+    cache: LayerCache | SrftLayer
+    backend: Any  # of the layer's codec: AttentionBackend or SrftBackend
     step: StepTables
 
 
@@ -102,7 +103,8 @@ def oscar_attention(
     assert tables is not None
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     layer.backend.store(layer.cache, k, v, tables)
-    return layer.backend.attend(layer.cache, q, k, v, tables).to(query.dtype)[None], None
+    output: Tensor = layer.backend.attend(layer.cache, q, k, v, tables)
+    return output.to(query.dtype)[None], None
 
 
 def _record(

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from oscar_serving.attention import select_backend
+from oscar_serving.attention import AttentionBackend, select_backend
 from oscar_serving.calibration import Artifact
+from oscar_serving.engines.apple.paged import SrftBackend
 from oscar_serving.engines.hf.core import Delivery, EngineCore
 from oscar_serving.engines.hf.detokenizer import IncrementalDecoder, StopStrings
 from oscar_serving.engines.hf.memory import allocate_stores, choose_artifact
@@ -46,7 +47,7 @@ class Engine:
     tokenizer, model_id, max_model_len
         Of the model served.
     config, artifact
-        Of the cache; both ``None`` for the plain BF16 baseline.
+        Of the cache; both ``None`` for the plain BF16 baseline and the SRFT codec.
     device, backend
         Where the model runs, and the attention backend that serves it.
     """
@@ -68,7 +69,9 @@ class Engine:
         self.max_model_len = loaded.max_model_len
         self.vocab_size = loaded.vocab_size
         self.device: torch.device = loaded.model.device
-        self.backend = select_backend(self.device)
+        self.backend: AttentionBackend | SrftBackend = (
+            SrftBackend(self.device) if options.srft else select_backend(self.device)
+        )
         self.stores = allocate_stores(loaded, artifact, options, device=self.device)
         self.config = self.stores.config if artifact is not None else None
         self.eos_token_ids = _eos_token_ids(loaded, tokenizer)

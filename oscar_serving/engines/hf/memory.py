@@ -12,7 +12,9 @@ from oscar_serving.attention.base import EVERY_POSITION, LayerCache
 from oscar_serving.cache.pool import CachePool
 from oscar_serving.calibration import Artifact, ArtifactError, find_artifact
 from oscar_serving.codec import PageLayout
+from oscar_serving.codec.srft_int4 import served_config
 from oscar_serving.config import KV_CACHE_DTYPES, ConfigError, OscarConfig
+from oscar_serving.engines.apple.paged import SrftLayer
 from oscar_serving.engines.hf.model import LoadedModel
 from oscar_serving.engines.hf.options import BF16, EngineOptions, EngineStats, TierStats
 from oscar_serving.rotation import LayerTransform
@@ -34,11 +36,12 @@ class Sizes:
 class CacheStores:
     """Both tiers of all layers, and the pool over them.
 
-    In the plain BF16 baseline (``plain``) there is no INT2 tier: each token is in the window store only.
+    In the plain BF16 baseline (``plain``) there is no INT2 tier: each token is in the window store only. With the SRFT
+    codec there is no window store (a window page takes 0 bytes), and ``config`` says no more than the page size.
     """
 
     config: OscarConfig
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerCache, ...] | tuple[SrftLayer, ...]
     pool: CachePool
     sizes: Sizes
     plain: bool
@@ -53,9 +56,10 @@ class CacheStores:
     def stats(self, **counts: int) -> EngineStats:
         """Occupancy beside the engine's ``counts``."""
         pool, sizes = self.pool.stats(), self.sizes
-        windows = TierStats(
-            pool.windows.total, pool.windows.used, pool.windows.cached, self.window_pages * sizes.window_page
-        )
+        windows = TierStats(0, 0, 0, 0)
+        if sizes.window_page:
+            tier = pool.windows
+            windows = TierStats(tier.total, tier.used, tier.cached, self.window_pages * sizes.window_page)
         quantized = TierStats(0, 0, 0, 0)
         if not self.plain:
             tier = pool.quantized
@@ -74,19 +78,19 @@ class CacheStores:
             bytes_per_token=(sizes.window_page if self.plain else sizes.page) / self.config.page_size,
             prefix_hits=pool.hits,
             prefix_hit_tokens=pool.hit_tokens,
-            evictions=pool.evictions,
+            evictions=pool.evictions if sizes.window_page else pool.quantized.evictions,
         )
 
 
 def choose_artifact(path: Path, loaded: LoadedModel, options: EngineOptions) -> Artifact | None:
-    """The artifact to serve ``path`` with; ``None`` for the BF16 baseline.
+    """The artifact to serve ``path`` with; ``None`` for the BF16 baseline and the SRFT codec.
 
     Raises
     ------
     ArtifactError
         There is none, or it does not fit the model or the number of bits.
     """
-    if options.kv_cache_dtype == BF16:
+    if options.kv_cache_dtype == BF16 or options.srft:
         return None
     if options.artifact in ("hadamard", "none"):
         config = OscarConfig.from_dtype(options.kv_cache_dtype)
@@ -106,6 +110,8 @@ def allocate_stores(
     ConfigError
         Not even one request of ``max_model_len`` tokens fits; the message says what does.
     """
+    if options.srft:
+        return _srft_stores(loaded, options, device)
     config = _cache_config(artifact, options)
     if artifact is not None:
         if artifact.quantile_clip is not None:
@@ -122,8 +128,10 @@ def allocate_stores(
         window_page=sum(layout.window_page_bytes(layer.heads) for layer, layout in pairs),
         bf16_token=sum(2 * layer.heads * layer.head_dim * torch.bfloat16.itemsize for layer in loaded.layers),
     )
-    count = _plain_pages if artifact is None else _pages
-    pages, window_pages = count(config, sizes, options, loaded.max_model_len)
+    if artifact is None:
+        pages = window_pages = _plain_pages(config.page_size, sizes.window_page, options, loaded.max_model_len)
+    else:
+        pages, window_pages = _pages(config, sizes, options, loaded.max_model_len)
     caches = tuple(
         LayerCache.allocate(
             layout,
@@ -139,6 +147,38 @@ def allocate_stores(
     )
     pool = CachePool(config, pages=pages, window_pages=window_pages, prefix_caching=options.prefix_caching)
     return CacheStores(config, caches, pool, sizes, artifact is None, pages, window_pages)
+
+
+def _srft_stores(loaded: LoadedModel, options: EngineOptions, device: torch.device) -> CacheStores:
+    """The same pool over pages of signed codes.
+
+    Nothing is read unquantized, so the pool's window pages are numbers without tensors: one for the page that a request
+    is filling, and one for the page it has just left.
+    """
+    if device.type not in ("cpu", "mps"):
+        raise ConfigError(
+            f"{options.kv_cache_dtype}: runs on Apple GPUs and CPUs, not on {device.type}; "
+            "use oscar_int2, or device='cpu'"
+        )
+    size = options.page_size or OscarConfig.page_size
+    config = OscarConfig(rotation="none", sink=0, recent=1, page_size=size, prefill_mode="rule")
+    codecs = [served_config(options.kv_cache_dtype, layer.head_dim) for layer in loaded.layers]
+    pairs = list(zip(loaded.layers, codecs, strict=True))
+    sizes = Sizes(
+        page=sum(size * layer.heads * sum(codec.row_bytes(layer.head_dim)) for layer, codec in pairs),
+        window_page=0,
+        bf16_token=sum(2 * layer.heads * layer.head_dim * torch.bfloat16.itemsize for layer in loaded.layers),
+    )
+    pages = _plain_pages(size, sizes.page, options, loaded.max_model_len)
+    layers = tuple(
+        SrftLayer.allocate(
+            codec, layer.spec, heads=layer.heads, head_dim=layer.head_dim, pages=pages, page_size=size, device=device
+        )
+        for layer, codec in pairs
+    )
+    windows = 2 + 2 * options.max_num_seqs
+    pool = CachePool(config, pages=pages, window_pages=windows, prefix_caching=options.prefix_caching)
+    return CacheStores(config, layers, pool, sizes, False, pages, windows)
 
 
 def _cache_config(artifact: Artifact | None, options: EngineOptions) -> OscarConfig:
@@ -176,17 +216,16 @@ def _pages(config: OscarConfig, sizes: Sizes, options: EngineOptions, max_model_
     return (memory - windows * sizes.window_page) // sizes.page, windows
 
 
-def _plain_pages(config: OscarConfig, sizes: Sizes, options: EngineOptions, max_model_len: int) -> tuple[int, int]:
-    """The same for the BF16 baseline, where every page is a window page."""
-    size, memory = config.page_size, options.kv_cache_memory
-    least = (2 + -(-max_model_len // size)) * sizes.window_page
+def _plain_pages(size: int, page: int, options: EngineOptions, max_model_len: int) -> int:
+    """The same for a cache of one tier, whose pages of ``size`` tokens take ``page`` bytes."""
+    memory = options.kv_cache_memory
+    least = (2 + -(-max_model_len // size)) * page
     if memory < least:
         raise ConfigError(
             f"kv_cache_memory={_mebibytes(memory)}: one request of max_model_len={max_model_len} tokens takes "
-            f"{_mebibytes(least)} in BF16; give that much{_shorter(memory, sizes.window_page, size)}"
+            f"{_mebibytes(least)} in {options.kv_cache_dtype}; give that much{_shorter(memory, page, size)}"
         )
-    pages = memory // sizes.window_page
-    return pages, pages
+    return memory // page
 
 
 def _shorter(memory: int, page: int, size: int) -> str:

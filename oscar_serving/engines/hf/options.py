@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from oscar_serving.codec.srft_int4 import SRFT_DTYPES
 from oscar_serving.config import KV_CACHE_DTYPES, ConfigError, PrefillMode
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -21,10 +22,11 @@ class EngineOptions:
     Attributes
     ----------
     kv_cache_dtype
-        ``oscar_int2``, ``oscar_k4v2``, or ``bf16`` for the plain paged baseline.
+        ``oscar_int2``, ``oscar_k4v2``; ``srft_int4``, ``srft_k8v4`` (Apple GPUs and CPUs); or ``bf16`` for the plain
+        paged baseline.
     artifact
         ``auto`` finds the calibrated artifact of the model and refuses to start without one; a path names it;
-        ``hadamard`` and ``none`` serve uncalibrated, for comparison.
+        ``hadamard`` and ``none`` serve uncalibrated, for comparison. The SRFT types read no artifact.
     kv_cache_memory
         Bytes for the INT2 pages and the windows of all layers together.
     max_model_len
@@ -36,7 +38,7 @@ class EngineOptions:
     max_waiting
         Requests that may wait; more are refused with code ``queue_full``.
     prefill_mode
-        See :class:`~oscar_serving.config.OscarConfig`.
+        See :class:`~oscar_serving.config.OscarConfig`. The SRFT types read every token from its codes in either.
     prefix_caching
         Reuse the cache of equal prompt beginnings.
     sink, recent, page_size
@@ -72,7 +74,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("kv_cache_dtype", (*KV_CACHE_DTYPES, BF16)),
+            ("kv_cache_dtype", (*KV_CACHE_DTYPES, *SRFT_DTYPES, BF16)),
             ("prefill_mode", get_args(PrefillMode)),
             ("device", get_args(Device)),
             ("dtype", get_args(Dtype)),
@@ -92,11 +94,28 @@ class EngineOptions:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: allowed is an integer of at least 1")
+        if self.srft:
+            self._check_srft()
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_batched_tokens={self.max_batched_tokens}: at least max_num_seqs={self.max_num_seqs}, "
                 "so that every running request can decode in a step"
             )
+
+    @property
+    def srft(self) -> bool:
+        """Whether the cache is of the SRFT codec."""
+        return self.kv_cache_dtype in SRFT_DTYPES
+
+    def _check_srft(self) -> None:
+        name = self.kv_cache_dtype
+        for window in ("sink", "recent"):
+            if (value := getattr(self, window)) is not None:
+                raise ConfigError(f"{window}={value}: {name} keeps no unquantized tokens; leave {window} out")
+        if self.artifact not in ("auto", "none"):
+            raise ConfigError(f"artifact={self.artifact!r}: {name} reads no artifact; leave it out")
+        if self.device == "cuda":
+            raise ConfigError(f"device='cuda': {name} runs on Apple GPUs and CPUs; use oscar_int2, or device='cpu'")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from oscar_serving.attention.base import AttentionBackend, BatchTables, LayerCache
 from oscar_serving.cache.pool import CachePool
+from oscar_serving.engines.apple.paged import SrftBackend, SrftLayer
 from oscar_serving.engines.hf.attention import AttachedLayer, StepTables
 from oscar_serving.engines.hf.model import LoadedModel
 from oscar_serving.engines.hf.scheduler import Chunk
@@ -19,7 +20,12 @@ class Runner:
     """Runs the model over chunks of requests; owns the layers' caches."""
 
     def __init__(
-        self, loaded: LoadedModel, caches: Seq[LayerCache], backend: AttentionBackend, *, raw_prefill: bool
+        self,
+        loaded: LoadedModel,
+        caches: Seq[LayerCache | SrftLayer],
+        backend: AttentionBackend | SrftBackend,
+        *,
+        raw_prefill: bool,
     ) -> None:
         self._model = loaded.model
         self._device = caches[0].pages.device
