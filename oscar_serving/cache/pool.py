@@ -62,6 +62,9 @@ class Request:
         Page ranges whose windows are worth keeping when they leave the window.
     reserved
         Tokens reserved and not committed.
+    found
+        What the prefix index had at admission, until it is counted: tokens looked up, tokens of the hit, and tokens
+        beyond it whose INT2 pages were there without their windows.
     """
 
     root: bytes
@@ -71,6 +74,7 @@ class Request:
     keys: list[bytes]
     junctions: list[range] = field(default_factory=list)
     reserved: int = 0
+    found: tuple[int, int, int] | None = None
 
 
 class CachePool:
@@ -162,6 +166,9 @@ class CachePool:
             for j, page in zip(wanted, windows, strict=True):
                 state.windows[j] = page
         state.reserved = new_tokens
+        if state.found:  # only now: who finds no room comes again and looks again
+            self._count(state.found)
+            state.found = None
         return True
 
     def commit(self, request: str, tokens: Sequence[int]) -> None:
@@ -293,13 +300,16 @@ class CachePool:
         self._hold(state)
         prompt_end = range(self._kept(last - last % size)[1].start, len(tokens) // size)
         state.junctions = [self._kept(best * size)[1], self._kept(len(keys) * size)[1], prompt_end]
+        state.found = len(tokens), best * size, (len(keys) - best) * size
 
+    def _count(self, found: tuple[int, int, int]) -> None:
+        looked_up, hit, missed = found
         self._lookups += 1
-        self._lookup_tokens += len(tokens)
-        self._hits += best > 0
-        self._hit_tokens += best * size
-        self._window_misses += best < len(keys)
-        self._window_miss_tokens += (len(keys) - best) * size
+        self._lookup_tokens += looked_up
+        self._hits += hit > 0
+        self._hit_tokens += hit
+        self._window_misses += missed > 0
+        self._window_miss_tokens += missed
 
     def _hold(self, state: Request) -> None:
         for page in state.pages:

@@ -24,8 +24,8 @@ def find_artifact(model: Path | str, choice: Path | str = "auto") -> Path:
     model
         Folder of the model.
     choice
-        A path; or ``auto``: the artifact made for those weights, else one that does not know its weights and was made for
-        a model of that name (the folder's, or ``_name_or_path`` of its configuration), in the model's own folder,
+        A path; or ``auto``: the artifact made for those weights, else one that does not know its weights and was made
+        for a model of that name (the folder's, or ``_name_or_path`` of its configuration), in the model's own folder,
         ``$OSCAR_ARTIFACTS``, or the shipped ones.
 
     Raises
@@ -43,7 +43,8 @@ def find_artifact(model: Path | str, choice: Path | str = "auto") -> Path:
         if digest and digest != (made_for.get("weights_digest") or digest):
             raise ArtifactError(
                 f"{path}: made for other weights, those of {made_for.get('id', 'an unnamed model')} (digest "
-                f"{made_for['weights_digest'][:8]}, {model.name} has {digest[:8]}): run `oscar calibrate {model} --out DIR`"
+                f"{made_for['weights_digest'][:8]}, {model.name} has {digest[:8]}): "
+                f"run `oscar calibrate {model} --out DIR`"
             )
         return path
     names, by_name, unreadable, count = _names(model), None, [], 0

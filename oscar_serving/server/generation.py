@@ -61,8 +61,9 @@ class Generation:
                 self._running.add(index)
                 self._engine.submit(self._ids[index], choice.prompt, choice.params, deliver)
         except RequestError as error:
-            self._running.discard(index)
-            self.close()
+            for submitted in self._running - {index}:
+                self._engine.abort(self._ids[submitted])
+            self._running.clear()  # nobody gave them up, so they do not count as aborted
             raise ApiError.of(error) from None
 
     def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:

@@ -310,7 +310,8 @@ class Engine:
                 busy = self.step()
             except Exception:
                 log.exception("the engine's step raised")
-                busy = False
+                busy = len(self.core.scheduler) > 0  # their answers are still owed
+                time.sleep(0.1)  # should it raise again
             with self._inbox:
                 if not busy and not self._new and not self._aborts:
                     if self._stopping and not self._live:

@@ -104,6 +104,7 @@ class Scheduler:
                 while not self._pool.reserve(sequence.request_id, count):
                     preempted = True
                     victim = self.running[-1]
+                    budget += sum(c.count for c in chunks if c.sequence is victim)
                     chunks = [c for c in chunks if c.sequence is not victim]
                     self._preempt(victim)
                     if victim is sequence:

@@ -187,8 +187,8 @@ class SinkWindowManager(SingleTypeKVCacheManager):
         recent = self.kv_cache_spec.recent
         first = self._next_leaving.get(request_id, self.kv_cache_spec.sink_blocks)
         last = min(window_start(processed_computed_tokens, recent) // self.block_size, len(table))
-        # Every step of every request comes here, and few change anything: blocks leave, and hit boundaries pass, when the
-        # position crosses a block's edge.
+        # Every step of every request comes here, and few change anything: blocks leave, and hit boundaries pass, when
+        # the position crosses a block's edge.
         if last <= first and processed_computed_tokens % self.block_size:
             return
         leaving: list[KVCacheBlock] = []
