@@ -2,7 +2,8 @@
 
     python -m benchmarks.apple_decode [--model smollm2] [--contexts 1024 4096] [--device mps|cpu]
 
-Three caches take turns, one token each, in one process: ours, ``DynamicCache`` and a preallocated ``StaticCache``.
+Three caches take turns, one token each, in one process: ours, ``DynamicCache`` and a preallocated ``StaticCache``,
+the last two under the model's own attention (SDPA).
 Writes ``benchmarks/results/apple-decode-<device>-<date>.json``.
 """
 
@@ -24,7 +25,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from benchmarks.result import RESULTS, write_result
 from oscar_serving import models
 from oscar_serving.codec.srft_int4 import SrftConfig
-from oscar_serving.engines.apple import SRFTInt4Cache, use_packed_attention
+from oscar_serving.engines.apple import SRFTInt4Cache
+from oscar_serving.engines.apple.attention import ATTENTION
 from oscar_serving.engines.apple.cache import cache_argument
 
 CHUNK = 512
@@ -33,11 +35,13 @@ BASELINES = ("DynamicCache", "StaticCache")
 
 
 class Run:
-    """One cache, filled by a prompt."""
+    """One cache, filled by a prompt; a packed one reads through its own attention, another through SDPA."""
 
     def __init__(self, model: Any, cache: Any, prompt: torch.Tensor) -> None:
         self._model, self.cache = model, cache
         self._name = cache_argument(model.forward)
+        self._attention = ATTENTION if isinstance(cache, SRFTInt4Cache) else "sdpa"
+        self._model.set_attn_implementation(self._attention)
         for part in prompt.split(CHUNK, dim=1):
             self._forward(part)
 
@@ -49,6 +53,7 @@ class Run:
 
     def decode(self) -> float:
         """Seconds of one token."""
+        self._model.set_attn_implementation(self._attention)
         start = time.perf_counter()
         self._forward(self._next)
         return time.perf_counter() - start
@@ -144,7 +149,6 @@ def main() -> None:
     folder = Path(options.model) if Path(options.model).is_dir() else models.get_model(options.model)
     dtype = torch.float16 if options.device == "mps" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(options.device).eval()
-    use_packed_attention(model)
     config = SrftConfig(options.k_bits, options.v_bits, options.group_size)
     label = f"{folder.name}, {options.device}, model in {str(dtype).removeprefix('torch.')}"
     label += f", K{options.k_bits} V{options.v_bits} g{options.group_size}"
