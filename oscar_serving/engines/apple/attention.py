@@ -19,7 +19,7 @@ from oscar_serving.engines.apple.layer import PackedKeys
 #: Name under which models find the attention function, and its mask function.
 ATTENTION = "oscar_srft"
 #: Keys read, and query tokens computed, at once on the CPU: together they bound the scratch.
-KEY_BLOCK = 1024
+KEY_BLOCK = 512
 QUERY_BLOCK = 256
 #: Arguments that change the result and that the kernels do not know.
 FOREIGN_ARGUMENTS = ("s_aux", "sinks", "position_bias", "alibi", "attention_bias", "block_mask")
