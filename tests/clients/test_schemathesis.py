@@ -37,7 +37,16 @@ def test_document(tmp_path: Path) -> None:
         command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{url}/openapi.json"]
         command += ["--header", f"Authorization: Bearer {KEY}", "--checks", "all", "--exclude-checks", EXCLUDED]
         command += ["--phases", phases, "--max-examples", examples or "30", "--continue-on-failure", "--seed", "1"]
-        command += ["--request-timeout", "120", "--generation-database", "none", "--output-sanitize", "false"]
+        command += [
+            "--request-timeout",
+            "600",
+            "--max-response-time",
+            "600",
+            "--generation-database",
+            "none",
+            "--output-sanitize",
+            "false",
+        ]
         command += ["--report", "json", "--report-json-path", str(report)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
         assert server.poll() is None
