@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from oscar_kernels.metal import bridge
+from oscar_serving.attention import AttentionSpec, BatchTables
 from oscar_serving.codec.signed import Signed
 from oscar_serving.codec.srft_int4 import SideTransform, SrftConfig
+from oscar_serving.engines.apple import paged
 from oscar_serving.engines.apple.attention import attend_in_blocks
 from oscar_serving.engines.apple.encode import _encode_metal
+from oscar_serving.engines.apple.paged import SrftBackend, SrftLayer
 from tests.metal.cases import library, pack, random, reference, relative_error, source
 from tests.metal.executor import Library, compiler
 from tests.metal.test_encode import check
@@ -65,6 +68,37 @@ def test_attend_in_query_blocks_and_splits(masked: bool, monkeypatch: pytest.Mon
     on_cpu = attend_in_blocks(q, k, v, used, 20, 200, 170, 0.0, (8, 4))
     assert relative_error(on_gpu, exact) <= 1e-5
     assert relative_error(on_cpu, exact) <= 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_pages_of_the_engine(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's backend with the Metal functions in place of torch's, against the compiled CPU kernels."""
+    spec = AttentionSpec(scale=0.2, sliding_window=window)
+    lengths, new = [37, 50], [3, 1]
+    table = torch.tensor([[3, 1, 4, 0], [2, 6, 5, 7]], dtype=torch.int32)
+    config, cpu = SrftConfig(k_bits=8), torch.device("cpu")
+
+    def outputs() -> list[torch.Tensor]:
+        layer = SrftLayer.allocate(config, spec, heads=2, head_dim=64, pages=8, page_size=16)
+        found = []
+        for counts, ends in (
+            ([a - n for a, n in zip(lengths, new, strict=True)], [34, 49]),
+            (new, lengths),
+        ):
+            host = [0, counts[0], sum(counts)], ends, ends
+            tables = BatchTables(*(torch.tensor(x, dtype=torch.int32) for x in host), table, table, host)
+            k, v = (random(seed + len(found), sum(counts), 2, 64) for seed in (11, 13))
+            backend = SrftBackend(cpu)
+            backend.store(layer, k, v, tables)
+            found.append(backend.attend(layer, random(15, sum(counts), 6, 64), k, v, tables))
+        return found
+
+    compiled = outputs()
+    monkeypatch.setattr(paged, "cpu_kernels", lambda: None)
+    monkeypatch.setattr(paged, "encode_into", _encode_metal)
+    monkeypatch.setattr(paged, "attend_rotated", lambda q, k, v, *rest: bridge.attend(q, *k, *v, *rest[:-1]))
+    for ours, expected in zip(outputs(), compiled, strict=True):
+        assert relative_error(ours, expected) <= 2e-3  # a code next to a rounding threshold may differ
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
