@@ -97,10 +97,16 @@ def _rope(text: Any) -> str:
             "rope_theta": getattr(text, "rope_theta", None),
             **(getattr(text, "rope_scaling", None) or {}),
         }
-        rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+        rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
         factor = getattr(text, "partial_rotary_factor", None)
         rope |= {"partial_rotary_factor": factor} if factor else {}
-    return json.dumps(_plain(rope), sort_keys=True)
+    return json.dumps(_plain(_one_type(rope)), sort_keys=True)
+
+
+def _one_type(rope: dict[str, Any]) -> dict[str, Any]:
+    """Drop ``type``, the old name of ``rope_type``, which SGLang adds to the configuration, per layer type too."""
+    named = {k: _one_type(v) if isinstance(v, dict) else v for k, v in rope.items() if k != "type"}
+    return named | ({"rope_type": rope["type"]} if "type" in rope and not rope.get("rope_type") else {})
 
 
 def _plain(value: Any) -> Any:

@@ -156,6 +156,20 @@ def test_another_model_is_refused_with_both_values() -> None:
         made.check_model(Qwen3Config(num_hidden_layers=2))
 
 
+def test_both_names_of_the_rope_type_agree() -> None:
+    """SGLang writes ``type`` beside ``rope_type`` into the configuration that it loads."""
+    both = llama()
+    both.rope_parameters = {**both.rope_parameters, "type": both.rope_parameters["rope_type"]}
+    artifact().check_model(both)
+    old = llama()
+    old.rope_parameters = {"rope_theta": old.rope_parameters["rope_theta"], "type": "default"}
+    artifact().check_model(old)
+    kinds = Gemma3TextConfig(num_hidden_layers=3)
+    before = Architecture.of(kinds).rope
+    kinds.rope_parameters = {k: {**v, "type": v["rope_type"]} for k, v in kinds.rope_parameters.items()}
+    assert Architecture.of(kinds).rope == before
+
+
 def test_plain_has_a_transform_a_cached_layer() -> None:
     config = Gemma3TextConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1, head_dim=96)
     for rotation in ("hadamard", "none"):
