@@ -34,7 +34,8 @@ case "$engine" in
     ;;
   vllm)
     export VLLM_API_KEY="$OSCAR_API_KEY"
-    exec vllm serve "$model" --host 0.0.0.0 --port 8000 --kv-cache-dtype oscar_int2 "$@"
+    # Without the timeout vLLM aborts what runs at SIGTERM.
+    exec vllm serve "$model" --host 0.0.0.0 --port 8000 --kv-cache-dtype oscar_int2 --shutdown-timeout 60 "$@"
     ;;
   sglang)
     options="$(umask 077 && mktemp)"
