@@ -1,4 +1,4 @@
-"""Tables of docs/quality.md from the latest result file: ``python -m benchmarks.quality_doc`` rewrites them."""
+"""Quality tables of docs/quality.md and the README: ``python -m benchmarks.quality_doc`` rewrites them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 from benchmarks.result import RESULTS
 
-PAGE = Path(__file__).parents[1] / "docs" / "quality.md"
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "quality.md", ROOT / "README.md"
+#: Caches in the README's table.
+_README = ("FP8", "INT4 Hadamard", "INT2 unrotated", "INT2 Hadamard", "published recipe", "OSCAR", "OSCAR K4V2")
 _MARKED = re.compile(r"(<!-- table: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _METRICS = ("KLD", "KLD median", "KLD 99.9 %", "top-1", "perplexity change")
 _FORMS = {"KLD": ".4f", "KLD median": ".4f", "KLD 99.9 %": ".2f", "top-1": ".2f", "perplexity change": "+.2f"}
@@ -32,7 +35,8 @@ def filled(page: str, rows: list[dict[str, Any]]) -> str:
 
 
 def _tables(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Name and content: ``criteria``; by model ``fidelity``, ``context``, ``grid``, ``needles``, ``conversations``."""
+    """Name and content: ``readme``, ``criteria``; by model the rest."""
+    yield "readme", _short(rows)
     yield "criteria", _criteria(rows)
     for model in dict.fromkeys(row["model"] for row in rows if "model" in row):
         mine = [row for row in rows if row.get("model") == model]
@@ -43,6 +47,19 @@ def _tables(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         yield f"needles {model}", _by_context([r for r in mine if r["metric"] == "found"], ".1f")
         talks = [r for r in mine if r["metric"] in ("right answers", "warm equals cold")]
         yield f"conversations {model}", _talks(talks)
+
+
+def _short(rows: list[dict[str, Any]]) -> str:
+    whole = [r for r in rows if r["metric"] in ("KLD", "top-1") and not {"context", "grid"} & r.keys() and "cache" in r]
+    models = list(dict.fromkeys(row["model"] for row in whole))
+    values = {(row["cache"], row["model"], row["metric"]): row for row in whole}
+    body = []
+    for cache in _README:
+        if all((cache, model, "KLD") in values for model in models):
+            cells = [_value(values[cache, m, metric], _FORMS[metric]) for m in models for metric in ("KLD", "top-1")]
+            body.append((cache, f"{values[cache, models[0], 'KLD']['bits']:.2f}", *cells))
+    head = [f"{model}: {metric}" for model in models for metric in ("KLD", "top-1 %")]
+    return _markdown(("cache", "bits", *head), body)
 
 
 def _criteria(rows: list[dict[str, Any]]) -> str:
@@ -99,8 +116,9 @@ def _markdown(head: tuple[str, ...], body: Sequence[tuple[str, ...]]) -> str:
 
 
 def main() -> None:
-    """Rewrite the page."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), latest()), encoding="utf-8")
+    """Rewrite the pages."""
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8"), latest()), encoding="utf-8")
 
 
 if __name__ == "__main__":

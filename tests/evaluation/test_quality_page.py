@@ -72,8 +72,9 @@ def test_a_missed_criterion_says_so():
     )
 
 
-def test_the_page_is_what_the_results_say():
-    page = quality_doc.PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", quality_doc.PAGES, ids=lambda path: path.name)
+def test_the_page_is_what_the_results_say(path):
+    page = path.read_text(encoding="utf-8")
     if not list(RESULTS.glob("quality-[0-9]*.json")):
         assert not re.search(r"<!-- table: .*? -->\n\|", page), "tables without a result file"
         return

@@ -27,7 +27,7 @@ class VllmOptions:
     dtype
         ``oscar_int2`` or ``oscar_k4v2``.
     artifact
-        ``auto`` (shipped, or in ``$OSCAR_ARTIFACTS``), a folder, or ``none``: plain Hadamard, uncalibrated.
+        ``auto`` (shipped, or in ``$OSCAR_ARTIFACTS``), a folder, or uncalibrated: ``hadamard``, ``none`` (no rotation).
     prefix_cache
         ``exact``: a hit needs its sink and window blocks. ``soft``: it may lack them and reads INT2 there.
     overrides
@@ -55,7 +55,7 @@ class VllmOptions:
             raise ConfigError(f"prefix_cache={mode!r}: allowed is 'exact', 'soft'")
         artifact = given.get("artifact", "auto")
         if not isinstance(artifact, str) or not artifact:
-            raise ConfigError(f"artifact={artifact!r}: allowed is 'auto', 'none' or the path of a folder")
+            raise ConfigError(f"artifact={artifact!r}: allowed is 'auto', 'hadamard', 'none' or the path of a folder")
         overrides = tuple((k, given[k]) for k in _CONFIG_KEYS if k in given)
         options = cls(vllm_config.cache_config.cache_dtype, artifact, mode, overrides)
         options.config()
@@ -73,11 +73,6 @@ class VllmOptions:
         return config.with_(
             k_bits=k_bits, v_bits=v_bits, page_size=INT2_BLOCK, window_dtype="bfloat16", **dict(self.overrides)
         )
-
-
-def requested(vllm_config: Any) -> bool:
-    """Whether this engine was started with an OSCAR kv-cache dtype."""
-    return vllm_config.cache_config.cache_dtype in KV_CACHE_DTYPES
 
 
 def check_supported(vllm_config: Any) -> None:
