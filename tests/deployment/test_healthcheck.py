@@ -81,6 +81,7 @@ def test_full_server_that_works_is_healthy(load: Callable[..., Engine]) -> None:
         body = {"prompt": "x", "n": 2, "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with served.client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
-            next(response.iter_lines())
+            lines = response.iter_lines()  # dropping it would close the stream
+            next(lines)
             done = check(served.url, "--timeout", "0.3")
         assert (done.returncode, done.stdout) == (0, "healthy: busy, and tokens are coming\n"), done.stderr
