@@ -1,8 +1,9 @@
-"""Robustness of the embedded server: soak, and allocations that fail.
+"""Robustness of the embedded server: soak, allocations that fail, and what the server adds to decoding.
 
-    python -m benchmarks.robustness                          both, and the result file
+    python -m benchmarks.robustness                          all, and the result file
     python -m benchmarks.robustness --parts soak --seconds 60
     python -m benchmarks.robustness --parts allocations      every single allocation, one run of the engine each
+    python -m benchmarks.robustness --parts overhead         eight streams of SmolLM2 against the engine alone
 
 Needs the checkout with its ``dev`` requirements: the parts are the tests of ``tests/robustness``, run for longer.
 """
@@ -32,11 +33,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
         "soak": soak,
         "allocations": allocations,
+        "overhead": overhead,
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
     parser.add_argument("--seconds", type=float, default=600, help="of the soak")
     parser.add_argument("--clients", type=int, default=200, help="of the soak, at once")
+    parser.add_argument("--rounds", type=int, default=3, help="of the overhead's measurement")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -114,6 +117,16 @@ def allocations(options: argparse.Namespace) -> list[Row]:
         row(name, "page allocations failed, in two ways", "", 2 * pages, must=1, direction="higher"),
         row(name, "leaks and wrong answers", "", 0, must=0),
     ]
+
+
+def overhead(options: argparse.Namespace) -> list[Row]:
+    """Time of a decoding step through the server over the engine's own."""
+    from benchmarks.server_overhead import BATCH, measure
+
+    server, alone = measure(options.rounds)
+    name = f"server overhead, SmolLM2-135M, {BATCH} streams"
+    baseline = row(name, "time of a decoding step", "ms", 1e3 * server, must=1.05)
+    return [{**baseline, "baselines": {"engine alone": 1e3 * alone}, "ratio": server / alone}]
 
 
 if __name__ == "__main__":
