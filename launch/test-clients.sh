@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Tests of the server with real clients. Those that need many packages get virtual environments of their own.
 #
-#   OSCAR_CLIENTS_VENV  lm-evaluation-harness, guidellm and SGLang's benchmark; default: .venv-clients in the checkout
+#   OSCAR_CLIENTS_VENV  lm-evaluation-harness and guidellm; default: .venv-clients in the checkout
 #   OSCAR_VLLM_VENV     `vllm bench serve`; default: .venv-vllm, where launch/test-vllm.sh has made it, else skipped
+#   OSCAR_SGLANG_VENV   SGLang's benchmark; default: .venv-sglang, where launch/test-sglang.sh has made it, else skipped
 #   OSCAR_SCHEMATHESIS_EXAMPLES=250   schemathesis with thousands of cases
 #
 # Arguments go to pytest.
@@ -20,9 +21,6 @@ if [ ! -e "$clients/.oscar-clients" ]; then
   say "installing the clients (a few minutes)"
   "$clients/bin/python" -m pip install --quiet torch==2.13.0
   "$clients/bin/python" -m pip install --quiet --requirement "$root/tests/clients/requirements.txt"
-  # The benchmark alone: SGLang's own requirements bring CUDA.
-  "$clients/bin/python" -m pip install --quiet --no-deps sglang==0.5.23
-  "$clients/bin/python" -m pip install --quiet --requirement "$root/tests/sglang/requirements.txt"
   touch "$clients/.oscar-clients"
 fi
 export OSCAR_CLIENTS_VENV="$clients"
@@ -30,6 +28,13 @@ if [ -x "$vllm/bin/vllm" ]; then
   export OSCAR_VLLM_VENV="$vllm"
 else
   unset OSCAR_VLLM_VENV
+fi
+sglang="${OSCAR_SGLANG_VENV:-$root/.venv-sglang}"
+if [ -x "$sglang/bin/python" ]; then
+  "$sglang/bin/python" -m pip install --quiet datasets  # what the benchmark needs beside the adapter's tests
+  export OSCAR_SGLANG_VENV="$sglang"
+else
+  unset OSCAR_SGLANG_VENV
 fi
 cd "$root"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

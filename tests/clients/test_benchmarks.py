@@ -106,7 +106,7 @@ def test_vllm_bench_serve(
 
 def test_sglang_benchmark_serving(endpoint: Endpoint, tmp_path: Path, client_in: Callable[..., str]) -> None:
     client_in(
-        "OSCAR_CLIENTS_VENV", "python", "-m", "sglang.benchmark.serving", "--backend", "vllm",
+        "OSCAR_SGLANG_VENV", "python", "-m", "sglang.benchmark.serving", "--backend", "vllm",
         "--base-url", endpoint.url, "--model", MODEL, "--tokenizer", endpoint.folder, "--dataset-name", "random-ids",
         "--num-prompts", "4", "--random-input-len", "40", "--random-output-len", "8", "--random-range-ratio", "1",
         "--output-file", tmp_path / "result.json",
