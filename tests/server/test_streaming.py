@@ -38,6 +38,7 @@ def test_completion_stream_says_what_the_whole_answer_says(served: Served) -> No
 
 
 def test_chat_stream(served: Served) -> None:
+    served.chat(max_tokens=24, ignore_eos=True)  # both below then begin with the same prefix hit
     chunks = chat(served, max_tokens=24, ignore_eos=True, logprobs=True, top_logprobs=1)
     whole = served.chat(max_tokens=24, ignore_eos=True, logprobs=True, top_logprobs=1)["choices"][0]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
