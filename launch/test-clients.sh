@@ -8,6 +8,7 @@
 #
 # Arguments go to pytest.
 set -euo pipefail
+# shellcheck source=launch/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 clients="${OSCAR_CLIENTS_VENV:-$root/.venv-clients}"
 vllm="${OSCAR_VLLM_VENV:-$root/.venv-vllm}"

@@ -53,7 +53,7 @@ BUGS: dict[str, tuple[Any, str, str, str]] = {
     "windows leave before the chunk reads them": (
         CachePool,
         "reserve",
-        "state.reserved = new_tokens\n    return True",
+        "state.found = None\n    return True",
         "self._leave_windows(state, 0)\n    state.windows[: first - 1] = [0] * max(first - 1, 0)\n    return True",
     ),
     "windows never leave": (CachePool, "_leave_windows", "state.windows[j] = NULL_PAGE", "continue"),
