@@ -218,15 +218,23 @@ class CachePool:
         self._hold(copy)
         self.requests[child] = copy
 
-    def finish(self, request: str) -> None:
-        """Forget ``request``. Its full pages stay in the prefix index until they are evicted."""
+    def finish(self, request: str, *, keep: bool = True) -> None:
+        """Forget ``request``. Its full pages stay in the prefix index until they are evicted.
+
+        Without ``keep`` they leave the index, those that it shares too: for a request that failed, whose pages would
+        spoil every later one that begins alike.
+        """
         state = self._request(request)
         del self.requests[request]
+        keys = state.keys if keep else []
         # Last page first, so that a page is never evicted before those that can only be found through it.
         for table, tier in ((state.pages, self.quantized), (state.windows, self.windows)):
+            if not keep:
+                for key in state.keys:
+                    tier.withdraw(key)
             for i in range(len(table) - 1, -1, -1):
                 if table[i] != NULL_PAGE:
-                    tier.release(table[i], state.keys[i] if i < len(state.keys) else None)
+                    tier.release(table[i], keys[i] if i < len(keys) else None)
 
     def preempt(self, request: str) -> list[int]:
         """Like :meth:`finish`; returns the committed token ids, to be admitted again."""

@@ -94,6 +94,16 @@ class Tier:
         if key is not None and not cold:
             self._refresh(self.index[key])
 
+    def withdraw(self, key: bytes) -> None:
+        """Take a page out of the index, so that it is not found again; a cached one is free then."""
+        page = self.index.pop(key, None)
+        if page is None:
+            return
+        self.keys[page] = None
+        if self.references[page] == 0:
+            self._uncache(page)
+            self.free.append(page)
+
     def stats(self) -> TierStats:
         """Occupancy and evictions."""
         total, cached, free = len(self.references) - 1, len(self.cold) + len(self.warm), len(self.free)

@@ -89,10 +89,12 @@ class Simulator:
         self.running[child] = Running(list(parent.tokens), self.pool.length(child), parent.salt, len(self.running))
         self._read(child, self.running[child].computed, self.running[child].computed)
 
-    def finish(self, name: str) -> None:
+    def finish(self, name: str, *, keep: bool = True) -> None:
         """End a request."""
-        self.pool.finish(name)
-        del self.running[name]
+        self.pool.finish(name, keep=keep)
+        request = self.running.pop(name)
+        if not keep:
+            assert self.longest_hit([*request.tokens[: request.computed], 0], request.salt) == 0
 
     def preempt(self, name: str) -> Running:
         """Take a request's pages; what is returned can be admitted again."""

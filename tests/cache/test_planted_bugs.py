@@ -93,7 +93,7 @@ BUGS: dict[str, tuple[Any, str, str, str]] = {
     "finish caches a page that is not full": (
         CachePool,
         "finish",
-        "state.keys[i] if i < len(state.keys) else None",
+        "keys[i] if i < len(keys) else None",
         "(state.keys + [b'?'])[min(i, len(state.keys))]",
     ),
     "one recent position too few": (rule_module, "window_start", "length - recent + 1", "length - recent + 17"),

@@ -86,6 +86,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(_some)
     @rule(target=LEFT, data=st.data())
+    def fail(self, data: st.DataObject) -> tuple[list[int], str]:
+        name = self._choose(data)
+        request = self.simulator.running[name]
+        self.simulator.finish(name, keep=False)
+        return request.tokens, request.salt
+
+    @precondition(_some)
+    @rule(target=LEFT, data=st.data())
     def preempt(self, data: st.DataObject) -> tuple[list[int], str]:
         request = self.simulator.preempt(self._choose(data))
         return request.tokens, request.salt

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from oscar_serving.attention.torch_backend import TorchBackend
 from oscar_serving.engines.hf import Engine, RequestError, RequestOutput, SamplingParams
 
-from .helpers import Collected, assert_clean, finish, make_engine, prompt_of, run, submit
+from .helpers import Collected, assert_clean, finish, make_engine, model_of, prompt_of, run, submit
 
 
 def small_pool(**options: Any) -> Engine:
@@ -149,6 +150,28 @@ def test_logits_that_are_not_numbers_fail_one_request(monkeypatch: pytest.Monkey
     assert bad.last.finish_reason == "error"
 
 
+@pytest.mark.parametrize("prefill_mode", ["raw", "rule"])
+@pytest.mark.parametrize("portable", [False, True])
+def test_a_request_that_fails_spoils_no_prefix(
+    prefill_mode: str, portable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token whose embedding is no number: a prompt that begins alike must not find what it left in the cache."""
+    weight = model_of("llama").get_input_embeddings().weight
+    begin, end = (prompt_of(length, seed=length) for length in (100, 30))
+    token = next(t for t in range(200, 256) if t not in begin + end)
+    if portable:
+        monkeypatch.setattr("oscar_serving.engines.hf.engine.select_backend", lambda _: TorchBackend())
+    (expected,) = run(make_engine(prefill_mode=prefill_mode, max_batched_tokens=256), [begin + end])
+    monkeypatch.setattr(weight, "data", weight.data.clone())
+    weight.data[token] = float("nan")
+    engine = make_engine(prefill_mode=prefill_mode, max_batched_tokens=256)
+    for _ in range(2):
+        (bad,) = run(engine, [[*begin, token, *end]])
+        assert bad.last.finish_reason == "error"
+        (good,) = run(engine, [begin + end])
+        assert good.token_ids == expected.token_ids
+
+
 def test_a_callback_that_raises_ends_its_request_only() -> None:
     engine = make_engine()
 
@@ -164,6 +187,7 @@ def test_a_callback_that_raises_ends_its_request_only() -> None:
 
 def test_worker_thread_serves_many_submitters_and_drains() -> None:
     engine = make_engine(max_num_seqs=4)
+    others = set(threading.enumerate())  # engines of other tests
     engine.start()
     with pytest.raises(RuntimeError, match="already started"):
         engine.start()
@@ -186,7 +210,7 @@ def test_worker_thread_serves_many_submitters_and_drains() -> None:
     with pytest.raises(RequestError) as caught:
         submit(engine, "late", [1])
     assert caught.value.code == "shutting_down"
-    assert "oscar-engine" not in {thread.name for thread in threading.enumerate()}
+    assert "oscar-engine" not in {thread.name for thread in set(threading.enumerate()) - others}
 
 
 @pytest.mark.parametrize("started", [True, False])

@@ -84,10 +84,10 @@ class EngineCore:
             return sequence, self._output(sequence, sequence.stops.flush(), [], None, reason)
 
     def fail(self, sequence: Sequence, error: RequestError) -> Delivery:
-        """End a request with an error; its pages are given back."""
+        """End a request with an error; its pages are given back, and nobody finds them again."""
         with self.lock:
             self.counters.requests_failed += 1
-            self.scheduler.finish(sequence)
+            self.scheduler.finish(sequence, keep=False)
             return sequence, self._output(sequence, "", [], None, "error", error=error)
 
     @contextmanager

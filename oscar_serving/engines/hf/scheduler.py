@@ -81,11 +81,11 @@ class Scheduler:
         """Queue a request at its place in order of arrival."""
         insort(self.waiting, sequence, key=lambda s: s.arrival)
 
-    def finish(self, sequence: Sequence) -> None:
-        """Forget a request; its pages stay in the prefix index until they are needed."""
+    def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Forget a request; its pages stay in the prefix index until they are needed, if they are to be kept."""
         if sequence in self.running:
             self.running.remove(sequence)
-            self._pool.finish(sequence.request_id)
+            self._pool.finish(sequence.request_id, keep=keep)
         else:
             self.waiting.remove(sequence)
 
