@@ -71,7 +71,10 @@ def find_artifact(model: Path | str, choice: Path | str = "auto") -> Path:
 
 
 def _made_for(folder: Path) -> dict[str, Any]:
-    made_for: dict[str, Any] = read_header(folder)["metadata"].get("model", {})
+    metadata = read_header(folder).get("metadata")
+    made_for = metadata.get("model", {}) if isinstance(metadata, dict) else None
+    if not isinstance(made_for, dict):
+        raise ArtifactError(f"{folder}: damaged header: its metadata does not say what model it was made for")
     return made_for
 
 

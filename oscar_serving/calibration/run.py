@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -32,6 +34,7 @@ Progress = Callable[[str, int, int], None]
 STATE_FILE = ".calibration.safetensors"
 _HELD_OUT_SHARE = 4
 _SAVE_SECONDS = 20.0
+_STATE_ELEMENTS = 64
 
 
 def calibrate(
@@ -128,6 +131,7 @@ def calibrate(
         "command": command,
         "compute_dtype": str(loaded.dtype).removeprefix("torch."),
     }
+    _check_writable(Path(out))
     artifact = calibrate_model(loaded, found, recipe=recipe, config=config, state=Path(out) / STATE_FILE, progress=say)
     model_info = {"id": folder.resolve().name, "weights_digest": weights_digest(folder)}
     artifact = replace(
@@ -303,8 +307,24 @@ def _interleave(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tenso
     return [t for _, t in sorted(marked, key=lambda pair: pair[0])]
 
 
+def _check_writable(folder: Path) -> None:
+    """Make the folder and a file in it, so that a folder that cannot be written is known before the work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ArtifactError(
+            f"{folder}: the artifact cannot be written there ({error.strerror or error}); give another folder"
+        ) from error
+
+
 def _state_key(model: Any, token_sequences: Sequence[Tensor], config: OscarConfig) -> str:
+    """Digest of what the moments depend on; a few elements of each weight tell models of one architecture apart."""
     digest = hashlib.sha256(json.dumps([Architecture.of(model.config).to_dict(), config.sink, config.recent]).encode())
+    digest.update(str(model.dtype).encode())
+    for weight in model.parameters():
+        if not weight.is_meta:  # offloaded by ``device="map"``
+            digest.update(weight.detach().flatten()[:_STATE_ELEMENTS].float().cpu().numpy().tobytes())
     for tokens in token_sequences:
         digest.update(tokens.numpy().tobytes())
     return digest.hexdigest()
@@ -313,9 +333,12 @@ def _state_key(model: Any, token_sequences: Sequence[Tensor], config: OscarConfi
 def _save_state(path: Path, key: str, done: int, moments: dict[int, Moments]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{layer}.{n}": t.cpu().contiguous() for layer, m in moments.items() for n, t in m.state().items()}
-    scratch = path.with_suffix(".part")
-    save_file(tensors, scratch, metadata={"key": key, "done": str(done)})
-    scratch.replace(path)
+    scratch = path.with_suffix(f".{os.getpid()}")  # two runs into one folder do not write each other's
+    try:
+        save_file(tensors, scratch, metadata={"key": key, "done": str(done)})
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def _load_state(path: Path | None, key: str) -> tuple[int, dict[int, Moments]]:

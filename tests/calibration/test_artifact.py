@@ -223,6 +223,15 @@ def test_an_unreadable_artifact_does_not_hide_the_others(tmp_path: Path, monkeyp
         find_artifact(model_folder(tmp_path / "other", 2.0))
 
 
+@pytest.mark.parametrize("metadata", [None, [], {"model": "m"}])
+def test_a_header_that_does_not_name_its_model_is_refused(tmp_path: Path, metadata: object) -> None:
+    model, file = model_folder(tmp_path / "one", 1.0), artifact().save(tmp_path / "a")
+    header = {"format_version": FORMAT_VERSION, "metadata": metadata}
+    save_file(load_file(file), file, metadata={FORMAT: json.dumps(header)})
+    with pytest.raises(ArtifactError, match="damaged header"):
+        find_artifact(model, file)
+
+
 def test_find_by_name_weights_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from oscar_serving.calibration.architecture import weights_digest
 

@@ -86,6 +86,27 @@ def test_an_interrupted_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert steps[0] == 0
 
 
+def test_an_interrupted_run_of_another_model_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fine-tuned model has the architecture and the tokens of its base, and other moments."""
+    monkeypatch.setattr("oscar_serving.calibration.run._SAVE_SECONDS", 0.0)
+    base, tuned, tokens, state = tiny_model("llama"), tiny_model("llama"), tiny_tokens(3, 40), tmp_path / STATE_FILE
+    tuned.model.layers[1].self_attn.v_proj.weight.data[0] *= 1.5
+    collect(base, tokens, CONFIG, state=state)
+    sums = collect(tuned, tokens, CONFIG, state=state)
+    assert torch.equal(sums[1].vv, collect(tuned, tokens, CONFIG)[1].vv)
+    assert [p.name for p in tmp_path.iterdir()] == [STATE_FILE]
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_the_work(
+    tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oscar_serving.calibration.run.calibrate_model", None)
+    with pytest.raises(ArtifactError, match=r"book\.txt.out: the artifact cannot be written there"):
+        calibrate(model, text / "out", texts=[text], tokens=240, sequence_length=60, config=CONFIG)
+
+
 def test_self_generation_is_mixed_in(tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oscar_serving.calibration.texts._TURN_TOKENS", 16)
     options = {"tokens": 240, "sequence_length": 60, "config": CONFIG, "self_generate": True}
