@@ -83,13 +83,14 @@ def serve(
         int, typer.Option(parser=parse_size, metavar="SIZE", help="Largest request body.")
     ] = "32MiB",  # type: ignore[assignment]
     drain_timeout: Annotated[
-        int, typer.Option(min=0, help="Seconds that running requests get to finish after SIGTERM.")
+        int, typer.Option(min=0, max=86400, help="Seconds that running requests get to finish after SIGTERM.")
     ] = 60,
     log_level: Annotated[LogLevel, typer.Option(help="What to log.")] = "info",
     log_format: Annotated[Literal["text", "json"], typer.Option(help="How to log it, on standard error.")] = "text",
 ) -> None:
     """Serve MODEL over the OpenAI API on a 2-bit KV cache."""
     folder = resolve_model(model)  # before the heavy imports: a wrong name is told at once
+    from oscar_serving.calibration.texts import file_text
     from oscar_serving.engines.hf import Engine, EngineOptions
     from oscar_serving.server import ServerSettings, bind, run_server
 
@@ -119,7 +120,7 @@ def serve(
         api_key=api_key,
         served_model_names=names,
         model_root=str(folder.resolve()),
-        chat_template=chat_template.read_text(encoding="utf-8") if chat_template else None,
+        chat_template=file_text(chat_template) if chat_template else None,
         tool_parser=tool_parser,
         max_body_bytes=max_body_size,
         drain_timeout=drain_timeout,

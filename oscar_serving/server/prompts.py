@@ -11,12 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from oscar_serving.server.errors import ApiError, bad_request
 from oscar_serving.server.requests import MAX_CHOICES, ChatMessage, Tool
 
 T = TypeVar("T")
+
+#: A template is the model's own program: what it cannot take shows as any of these.
+_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,17 @@ class PromptBuilder:
         A Hugging Face tokenizer; copied, since others decode with it in their threads.
     chat_template
         Jinja text in place of the tokenizer's own.
+
+    Raises
+    ------
+    ValueError
+        It is not Jinja: no conversation could be answered.
     """
 
     def __init__(self, tokenizer: Any, chat_template: str | None) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
+        if chat_template:
+            _check_syntax(self._tokenizer, chat_template)
         self.chat_template: str | None = chat_template or tokenizer.chat_template
         #: What only the server says to the template's renderer; everything else is for the template.
         self._reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"kwargs"}
@@ -149,13 +159,21 @@ class PromptBuilder:
 
         try:
             return await self._run(render)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            # A template is the model's own program: what it cannot take shows as any of these.
+        except _REFUSALS as error:
             raise ApiError(400, f"the chat template refuses this conversation: {error}", param="messages") from error
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_syntax(tokenizer: Any, template: str) -> None:
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=template, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+    except _REFUSALS:
+        return  # it can be read, and wants another conversation
 
 
 def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:

@@ -51,5 +51,7 @@ class ServerSettings:
     log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
+        if not self.host.strip():  # which sockets take for every interface
+            raise ValueError("host is empty: give an address, 127.0.0.1 for this machine or 0.0.0.0 for all")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("api_key is empty: give a key, or leave the option out to ask for none")

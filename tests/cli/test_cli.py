@@ -75,6 +75,8 @@ def test_version() -> None:
         (("--prefill-mode", "fast"), "rule"),
         (("--recent", "0"), "--recent"),
         (("--sink", "-1"), "--sink"),
+        (("--page-size", "7"), "--page-size"),
+        (("--drain-timeout", "1000000000000"), "--drain-timeout"),
         (("--max-num-seqs", "0"), "--max-num-seqs"),
         (("--port", "70000"), "--port"),
         (("--device", "tpu"), "mps"),

@@ -98,6 +98,14 @@ def test_a_model_that_mixes_packed_sequences_is_refused() -> None:
         prepare_model(model)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_numbers_are_refused(value: float) -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3] = value
+    with pytest.raises(ModelError, match=r"logits in torch\.float32 are not finite"):
+        prepare_model(model)
+
+
 def test_rope_that_depends_on_length_is_served_up_to_where_it_does_not() -> None:
     config = LlamaConfig(
         **SMALL, intermediate_size=32, max_position_embeddings=128, rope_parameters={

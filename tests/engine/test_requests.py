@@ -221,6 +221,9 @@ def test_an_id_in_use_and_a_full_queue_are_refused() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_seqs": 64, "max_batched_tokens": 32}, "max_batched_tokens"),
         ({"kv_cache_memory": "1GiB"}, "kv_cache_memory"),
+        ({"page_size": 40}, "page_size"),
+        ({"sink": 2**31}, "sink"),
+        ({"recent": 0}, "recent"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], field: str) -> None:

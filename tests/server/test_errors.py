@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from oscar_serving.server import ServerSettings, create_app
+
 from .conftest import Served
 
 CHAT = "/v1/chat/completions"
@@ -197,6 +199,12 @@ def test_unknown_routes_and_methods(served: Served) -> None:
 def test_other_content_types(served: Served, media: str | None) -> None:
     headers = {"Content-Type": media} if media else {}
     error_of(served.client.post(TEXT, content=b'{"prompt": "x"}', headers=headers), 415)
+
+
+def test_template_that_is_no_template_is_refused_at_the_start(served: Served) -> None:
+    with pytest.raises(ValueError, match="chat template, line 2: "):
+        create_app(served.engine, ServerSettings(chat_template="{{ messages[0]['content'] }}\n{% if x %}{{ oops"))
+    create_app(served.engine, ServerSettings(chat_template="{{ raise_exception('the system speaks first') }}"))
 
 
 def test_template_that_refuses_a_conversation(served: Served) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from oscar_serving.server import ServerSettings, bind
 
@@ -95,6 +96,15 @@ def test_listener_names_its_protocol() -> None:
     """asyncio sets TCP_NODELAY only on such sockets; without it every answer waits for the client's delayed ACK."""
     with bind(ServerSettings(port=0)) as listener:
         assert listener.proto == socket.IPPROTO_TCP
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [({"host": " "}, "host is empty"), ({"api_key": ""}, "api_key is empty")],
+)
+def test_settings_that_would_open_the_server_to_all_are_refused(setting: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ServerSettings(**setting)  # type: ignore[arg-type]
 
 
 def test_taken_port_is_one_line_before_the_model_is_loaded(model_folder: Path) -> None:

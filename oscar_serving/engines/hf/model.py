@@ -164,6 +164,11 @@ def _probe(name: str, model: Any, text: Any) -> tuple[AttentionLayer, ...]:
             f"{name}: {len(layers)} attention calls for {count} layers; only models whose every layer is "
             "one plain self-attention are supported"
         )
+    if not torch.isfinite(logits).all():
+        raise ModelError(
+            f"{name}: its logits in {logits.dtype} are not finite numbers: the weights are damaged, or the model needs "
+            "another dtype (bfloat16 or float32)"
+        )
     first, second = logits.float().split(PROBE_TOKENS)
     if not torch.allclose(first, second, rtol=1e-2, atol=1e-2 * float(first.abs().max())):
         raise ModelError(f"{name}: mixes sequences packed in one row, or ignores position_ids; not supported")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from oscar_serving.codec.srft_int4 import SRFT_DTYPES
-from oscar_serving.config import KV_CACHE_DTYPES, ConfigError, PrefillMode
+from oscar_serving.config import KV_CACHE_DTYPES, ConfigError, OscarConfig, PrefillMode
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -94,6 +94,8 @@ class EngineOptions:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: allowed is an integer of at least 1")
+        layout = {name: getattr(self, name) for name in ("sink", "recent", "page_size")}
+        OscarConfig().with_(**{name: value for name, value in layout.items() if value is not None})
         if self.srft:
             self._check_srft()
         if self.max_batched_tokens < self.max_num_seqs:
