@@ -70,4 +70,9 @@ def main() -> None:
         if "--traceback" in sys.argv:
             raise
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-        sys.exit(f"error: {kind}{error}")
+        sys.exit(f"error: {kind}{' '.join(str(error).split())}")
+    except Exception as error:  # of a library, such as a damaged file of weights; or a bug
+        if "--traceback" in sys.argv:
+            raise
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        sys.exit(f"error: {type(error).__name__}: {first} (`oscar --traceback …` shows where)")

@@ -129,7 +129,14 @@ def plan(
     config = config or default_config(architecture.head_dim)
     if memory_bytes < 1 or tensor_parallel < 1:
         raise PlanError(f"memory_bytes={memory_bytes}, tensor_parallel={tensor_parallel}: both must be at least 1")
+    if tensor_parallel % architecture.kv_heads and architecture.kv_heads % tensor_parallel:
+        raise PlanError(
+            f"tensor_parallel={tensor_parallel}: {architecture.kv_heads} KV heads are shared by a divisor of that many "
+            "devices, or repeated on a multiple"
+        )
     cached = architecture.cached_layers()
+    if not cached:
+        raise PlanError(f"{name}: no layer has a KV cache, so there is nothing to plan")
     kinds = architecture.layer_types or (
         ("sliding_attention" if architecture.sliding_window else "full_attention",) * architecture.layers
     )

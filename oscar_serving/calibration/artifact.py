@@ -234,7 +234,11 @@ class Artifact:
         if tensors:
             raise ValueError(f"unknown tensors {', '.join(sorted(tensors)[:3])}")
         config = OscarConfig.from_dict(header["config"])
-        return cls(layers, config, architecture, dict(header["metadata"]), clips)
+        metadata = dict(header["metadata"])
+        for name in ("model", "calibration", "quality"):
+            if not isinstance(metadata.get(name, {}), dict):
+                raise ValueError(f"metadata.{name} is not an object")
+        return cls(layers, config, architecture, metadata, clips)
 
 
 def read_header(path: Path | str) -> dict[str, Any]:

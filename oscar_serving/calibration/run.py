@@ -35,6 +35,8 @@ STATE_FILE = ".calibration.safetensors"
 _HELD_OUT_SHARE = 4
 _SAVE_SECONDS = 20.0
 _STATE_ELEMENTS = 64
+#: Fewer say nothing about the channels of a head; the command line asks for as many.
+_LEAST_TOKENS = 256
 
 
 def calibrate(
@@ -118,8 +120,10 @@ def calibrate(
             progress=lambda done, total: say("generating text", done, total),
         )  # fmt: skip
         found, sources = _interleave(found, more), [*sources, source]
-    if not found:
-        raise TextError("the calibration texts hold no tokens")
+    if (have := sum(map(len, found))) < _LEAST_TOKENS:
+        raise TextError(
+            f"the calibration texts hold {have} tokens, at least {_LEAST_TOKENS} are needed: pass longer ones"
+        )
     recipe = PRESETS[preset]
     calibration = {
         "preset": preset,

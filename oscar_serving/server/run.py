@@ -78,7 +78,12 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # two servers may bind one port, until the first one listens
+            await self.lifespan.shutdown()
+            host, port = sockets[0].getsockname()[:2] if sockets else (self.config.host, self.config.port)
+            raise OSError(f"cannot listen on {host} port {port}: {error}") from error
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -115,6 +115,7 @@ def test_damaged_tensors_are_refused(tmp_path: Path, damage, message: str) -> No
         ({"architecture": {}}, "architecture"),
         ({"config": {"sink": -1}}, "sink"),
         ({"config": {"surprise": 1}}, "surprise"),
+        ({"metadata": {"calibration": None}}, r"metadata\.calibration"),
     ],
 )
 def test_odd_headers_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:

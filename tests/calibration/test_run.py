@@ -145,7 +145,11 @@ def test_bad_options_are_refused(tmp_path: Path, model: Path, options: dict, err
 
 
 def test_bad_texts_and_models_are_refused(tmp_path: Path, model: Path) -> None:
-    for name, data, message in (("a", b"\xff\xfe", "not UTF-8"), ("b", b" \n", "is empty")):
+    for name, data, message in (
+        ("a", b"\xff\xfe", "not UTF-8"),
+        ("b", b" \n", "is empty"),
+        ("c", b"abc", "hold 3 tokens"),
+    ):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(TextError, match=message):
             calibrate(model, tmp_path / "out", texts=[tmp_path / name])

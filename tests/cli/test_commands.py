@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,21 @@ def test_bench(model: Path, artifact: Path) -> None:
     said = oscar("bench", model, *arguments, "--kv-cache-memory", "32MiB")
     assert "oscar_int2" in said
     assert "bf16" in said
+
+
+@pytest.mark.parametrize("command", ["calibrate", "eval"])
+def test_truncated_weights_are_one_line(model: Path, tmp_path: Path, command: str) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    options = ["--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "oscar_serving", command, str(folder), *options], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith("error: SafetensorError: ")  # an empty line ends the progress bars
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_import_zoo(model: Path, tmp_path: Path) -> None:

@@ -98,6 +98,30 @@ def test_listener_names_its_protocol() -> None:
         assert listener.proto == socket.IPPROTO_TCP
 
 
+TWO_ON_ONE_PORT = """
+import sys
+from oscar_serving.engines.hf import Engine, EngineOptions
+from oscar_serving.server import ServerSettings, bind, run_server
+engine = Engine.load(sys.argv[1], EngineOptions(artifact="hadamard", kv_cache_memory=8 << 20, threads=1))
+with bind(ServerSettings(port=0)) as first:
+    settings = ServerSettings(port=first.getsockname()[1], log_level="warning")
+    try:
+        second = bind(settings)  # Linux allows it while nobody listens
+        first.listen()
+        run_server(engine, settings, second, print)
+    except OSError as error:
+        sys.exit(f"{error}".replace(str(settings.port), "PORT"))
+"""
+
+
+def test_two_servers_that_start_at_once_on_one_port(model_folder: Path) -> None:
+    command = [sys.executable, "-c", TWO_ON_ONE_PORT, str(model_folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("cannot listen on 127.0.0.1 port PORT: ")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [({"host": " "}, "host is empty"), ({"api_key": ""}, "api_key is empty")],
