@@ -74,3 +74,18 @@ need_gpu() {
     die "no NVIDIA GPU here (nvidia-smi finds none), and $1 with an OSCAR cache needs one. Use ./launch/serve-embedded.sh"
   fi
 }
+
+# serve_engine COMMAND NAME MODEL [OPTIONS]: install the engine in $venv and run `COMMAND serve MODEL` with a 2-bit cache.
+serve_engine() {
+  local command="$1" name="$2" model
+  shift 2
+  need_model "$@"
+  need_gpu "$name"
+  install_engine "$command"
+  model="$1"
+  shift
+  say "starting the server (Ctrl-C stops it)"
+  # Compilers that the engine starts are looked up on the path.
+  export PATH="$venv/bin:$PATH"
+  exec "$venv/bin/$command" serve "$model" --kv-cache-dtype oscar_int2 --host 127.0.0.1 "$@"
+}

@@ -11,12 +11,4 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 venv="${OSCAR_SGLANG_VENV:-$root/.venv-sglang}"
 
-need_model "$@"
-need_gpu SGLang
-install_engine sglang
-model="$1"
-shift
-say "starting the server (Ctrl-C stops it)"
-# Compilers that the engine starts are looked up on the path.
-export PATH="$venv/bin:$PATH"
-exec "$venv/bin/sglang" serve "$model" --kv-cache-dtype oscar_int2 --host 127.0.0.1 "$@"
+serve_engine sglang SGLang "$@"

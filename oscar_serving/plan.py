@@ -18,6 +18,7 @@ from oscar_serving.cache.rule import window_pages
 from oscar_serving.calibration.architecture import Architecture
 from oscar_serving.codec import PageLayout
 from oscar_serving.config import OscarConfig
+from oscar_serving.ranks import can_share
 
 #: How layers with a sliding window are stored. ``same``: like the others, as the embedded engine does. ``bounded``:
 #: unquantized, and only what can still be seen, as vLLM does.
@@ -129,7 +130,7 @@ def plan(
     config = config or default_config(architecture.head_dim)
     if memory_bytes < 1 or tensor_parallel < 1:
         raise PlanError(f"memory_bytes={memory_bytes}, tensor_parallel={tensor_parallel}: both must be at least 1")
-    if tensor_parallel % architecture.kv_heads and architecture.kv_heads % tensor_parallel:
+    if not can_share(architecture.kv_heads, tensor_parallel):
         raise PlanError(
             f"tensor_parallel={tensor_parallel}: {architecture.kv_heads} KV heads are shared by a divisor of that many "
             "devices, or repeated on a multiple"

@@ -61,9 +61,8 @@ class Generation:
                 self._running.add(index)
                 self._engine.submit(self._ids[index], choice.prompt, choice.params, deliver)
         except RequestError as error:
-            for submitted in self._running - {index}:
-                self._engine.abort(self._ids[submitted])
-            self._running.clear()  # nobody gave them up, so they do not count as aborted
+            self._running.discard(index)
+            self._withdraw()  # nobody gave them up, so they do not count as aborted
             raise ApiError.of(error) from None
 
     def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -103,10 +102,13 @@ class Generation:
 
     def close(self) -> None:
         """Abort what has not finished."""
-        for index in self._running:
-            self._engine.abort(self._ids[index])
         if self._running:
             self._metrics.aborted(len(self._running))
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        for index in self._running:
+            self._engine.abort(self._ids[index])
         self._running.clear()
 
 

@@ -16,7 +16,8 @@ from vllm.engine.arg_utils import EngineArgs
 from oscar_serving.config import ConfigError, OscarConfig
 from oscar_serving.engines.vllm import plugin
 from oscar_serving.engines.vllm.options import VllmOptions
-from oscar_serving.engines.vllm.transforms import Calibration, layer_transform, rank_heads
+from oscar_serving.engines.vllm.transforms import Calibration, layer_transform
+from oscar_serving.ranks import rank_heads
 from oscar_serving.rotation import LayerTransform
 
 

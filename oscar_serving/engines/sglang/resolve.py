@@ -9,6 +9,7 @@ from typing import Any
 from oscar_serving.config import ConfigError
 from oscar_serving.engines.sglang.options import DTYPES, PAGE, SglangOptions
 from oscar_serving.engines.sglang.plugin import NAME, check_hooks
+from oscar_serving.ranks import can_share
 
 
 def choose_backends(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -75,7 +76,7 @@ def refuse(asked: Any, model: Any) -> None:
         ),
         (model.is_encoder_decoder, "cross-attention is not supported", other),
         (
-            heads % ranks != 0 and ranks % heads != 0,
+            not can_share(heads, ranks),
             f"{heads} KV heads cannot be split over {ranks} ranks, nor be replicated evenly",
             "use a --tp-size that divides them or is a multiple of them",
         ),

@@ -13,6 +13,7 @@ import torch
 from oscar_serving.calibration import Artifact, find_artifact
 from oscar_serving.config import OscarConfig
 from oscar_serving.engines.sglang.options import SglangOptions
+from oscar_serving.ranks import rank_heads
 from oscar_serving.rotation import LayerTransform
 
 
@@ -47,15 +48,6 @@ def calibration(options: SglangOptions, model: str, hf_config: Any) -> Calibrati
                 config = options.config(artifact.config)
                 _KNOWN[key] = Calibration(config, artifact.for_bits(config.k_bits, config.v_bits))
     return _KNOWN[key]
-
-
-def rank_heads(total: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First and last + 1 KV head of a tensor-parallel rank; with more ranks than heads, heads are replicated."""
-    if total >= ranks:
-        each = total // ranks
-        return rank * each, (rank + 1) * each
-    head = rank // (ranks // total)
-    return head, head + 1
 
 
 @contextmanager

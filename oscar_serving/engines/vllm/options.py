@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from oscar_serving.config import KV_CACHE_DTYPES, ConfigError, OscarConfig
 from oscar_serving.engines.vllm.window_spec import HIT_ALIGNMENT, MAX_REJECTED_TOKENS
+from oscar_serving.ranks import can_share
 
 #: Tokens of a block of the two stores. At 2.25 bits a block of either takes nearly the same bytes.
 INT2_BLOCK = HIT_ALIGNMENT
@@ -104,7 +105,7 @@ def check_supported(vllm_config: Any) -> None:
             "use tensor, pipeline or data parallelism",
         ),
         (
-            heads % ranks != 0 and ranks % heads != 0,
+            not can_share(heads, ranks),
             f"{heads} KV heads cannot be split over {ranks} ranks, nor be replicated evenly",
             "use a --tensor-parallel-size that divides them or is a multiple of them",
         ),

@@ -13,6 +13,7 @@ import torch
 from oscar_serving.calibration import Artifact, find_artifact
 from oscar_serving.config import OscarConfig
 from oscar_serving.engines.vllm.options import VllmOptions
+from oscar_serving.ranks import rank_heads
 from oscar_serving.rotation import LayerTransform
 
 
@@ -54,15 +55,6 @@ def _calibration(options: VllmOptions, model: str, hf_config: Any) -> Calibratio
                 artifact = artifact.for_bits(config.k_bits, config.v_bits)
             _KNOWN[key] = Calibration(config, artifact)
     return _KNOWN[key]
-
-
-def rank_heads(total: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First and last + 1 KV head of a tensor-parallel rank; with more ranks than heads, heads are replicated."""
-    if total >= ranks:
-        each = total // ranks
-        return rank * each, (rank + 1) * each
-    head = rank // (ranks // total)
-    return head, head + 1
 
 
 @contextmanager
