@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,13 @@ def test_every_metric_is_documented() -> None:
     names = set(re.findall(r'"((?:vllm:|oscar_)[a-z_0-9]+)"', source)) - {"oscar_build"}
     for name in names:
         assert f"`{name}" in text, name
+
+
+def test_the_site_builds_offline(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for page in tmp_path.glob("*.html"):
+        fetched = re.findall(r'(?:src="|<link[^>]* href=")(https?:[^"]+)', page.read_text())
+        assert not fetched, page
+    assert {p.stem for p in (ROOT / "docs").glob("*.md")} <= {p.stem for p in tmp_path.glob("*.html")}
